@@ -1,0 +1,85 @@
+"""Every setting there is, in typed groups. One flag, environment variable and YAML key is derived from each field.
+
+A field's metadata: `help` (one sentence), `flag` (when it differs from the name), `choices`, `unit`. Resolution and who
+set what is the business of `core.cli.settings`; `None` or "auto" means that the engine decides at start and reports it.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+def setting(default: Any, help: str, **more: Any) -> Any:
+    """A dataclass field with its help text and optional `flag`, `choices`, `unit`."""
+    return field(default=default, metadata={"help": help, **more})
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """Which model, and how it is loaded."""
+
+    model: str | None = setting(None, "GGUF file, model folder, hub id, or a name that `isthmus models` lists")
+    served_model_name: str | None = setting(None, "name that clients use; the model's own name by default")
+    revision: str | None = setting(None, "branch, tag or commit of a hub model")
+    dtype: str = setting("auto", "compute dtype", choices=("auto", "float32", "bfloat16"))
+    max_model_len: int | None = setting(None, "longest prompt plus output, in tokens; the model's own limit by default")
+    chat_template: str | None = setting(None, "file with a Jinja chat template that replaces the model's own")
+    strict: bool = setting(False, "refuse to start when a weight's format has no kernel and would be expanded")
+
+
+@dataclass(frozen=True)
+class CacheSettings:
+    """Pages of K and V, and the prefix cache over them."""
+
+    page_size: int | None = setting(None, "tokens in a page; the platform's default unless set")
+    kv_cache_memory: str | None = setting(None, "memory for K and V, such as 4GiB; a share of free memory by default")
+    prefix_cache: bool = setting(True, "reuse K and V of prompts that share a prefix")
+    eviction_policy: str = setting("lru", "which cached pages go first when memory is short")
+
+
+@dataclass(frozen=True)
+class SchedulerSettings:
+    """How requests share the device."""
+
+    max_running_requests: int = setting(256, "requests computed at once")
+    max_queued_requests: int = setting(2048, "requests waiting at once; one more is answered 429")
+    chunked_prefill_size: int = setting(512, "prompt tokens computed in one step at most")
+    schedule_policy: str = setting("lpm", "order of waiting requests: lpm (longest cached prefix first) or fcfs")
+    overlap: bool = setting(True, "plan the next step while the device computes the current one")
+    waiting_timeout: float = setting(600.0, "a request that waits longer is answered 503", unit="seconds")
+    running_timeout: float = setting(3600.0, "a request that runs longer is ended", unit="seconds")
+
+
+@dataclass(frozen=True)
+class PlatformSettings:
+    """Which hardware."""
+
+    platform: str = setting("auto", "platform to run on; auto takes the best that is found")
+    platform_option: tuple[str, ...] = setting((), "key=value for the platform, such as threads=8; may be repeated")
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """HTTP."""
+
+    host: str = setting("127.0.0.1", "address to listen on")
+    port: int = setting(8000, "port to listen on; 0 takes a free one")
+    api_key: str | None = setting(None, "key that clients must send; better set as ISTHMUS_API_KEY than typed")
+    max_body: str = setting("16MiB", "largest request body; a larger one is answered 413")
+    max_n: int = setting(128, "largest n, and most prompts in one completion request")
+    in_process: bool = setting(False, "run everything in one process, for small machines")
+    drain_timeout: float = setting(30.0, "how long running requests may finish after SIGTERM", unit="seconds")
+    sse_ping: float = setting(15.0, "comment line after this much silence in a stream; 0 = never", unit="seconds")
+    log_level: str = setting("info", "", choices=("debug", "info", "warning", "error"))
+    log_format: str = setting("text", "", choices=("text", "json"))
+
+
+@dataclass(frozen=True)
+class Config:
+    """All groups. Immutable once resolved: no platform and no model rewrites it."""
+
+    model: ModelSettings = field(default_factory=ModelSettings)
+    cache: CacheSettings = field(default_factory=CacheSettings)
+    scheduler: SchedulerSettings = field(default_factory=SchedulerSettings)
+    platform: PlatformSettings = field(default_factory=PlatformSettings)
+    server: ServerSettings = field(default_factory=ServerSettings)

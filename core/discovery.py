@@ -1,0 +1,101 @@
+"""Finding platforms: folders of `isthmus.platforms` and entry points of the group `isthmus.platforms`.
+
+Listing imports nothing; loading imports one platform only, so a broken library of one costs no other anything.
+"""
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from typing import Any, Mapping
+
+from .platform import INTERFACE_VERSION, Manifest, Platform, Unavailable
+from .registry import RegistrationError, signature_gaps
+
+GROUP = "isthmus.platforms"
+REQUIRED = ("probe", "supports", "load", "alloc", "compile", "copy_pages")
+
+
+@dataclass(frozen=True)
+class Found:
+    """A platform that could be loaded: from a folder of this distribution, or from another package's entry point."""
+
+    name: str
+    source: str
+    entry: EntryPoint | None = None
+
+
+def platform_root() -> Path:
+    """The folder that holds the platforms of this distribution."""
+    package = importlib.import_module(__package__.rpartition(".")[0] + ".platforms")
+    return Path(next(iter(package.__path__)))
+
+
+def list_platforms() -> dict[str, Found]:
+    """Every platform by name. Raises `RegistrationError` when two sources claim one name."""
+    found = {p.parent.name: Found(p.parent.name, "folder") for p in sorted(platform_root().glob("*/platform.py"))}
+    for entry in entry_points(group=GROUP):
+        source = f"package {entry.dist.name}" if entry.dist else entry.value
+        if entry.name in found:
+            raise RegistrationError(f"platform {entry.name!r} is offered by {found[entry.name].source} and by {source}: "
+                                    "uninstall one of them")
+        found[entry.name] = Found(entry.name, source, entry)
+    return found
+
+
+def check_platform(name: str, candidate: Any) -> None:
+    """Check a platform class whole. Raises `RegistrationError` with every gap, or one for a wrong interface version."""
+    if not isinstance(candidate, type):
+        raise RegistrationError(f"platform {name!r}: `Platform` must be a class, not {candidate!r}")
+    gaps = signature_gaps(candidate, Platform, REQUIRED)
+    version = getattr(candidate, "interface_version", None)
+    if version != INTERFACE_VERSION:
+        gaps.append(f"interface_version is {version}, this core serves {INTERFACE_VERSION}")
+    if gaps:
+        raise RegistrationError(f"platform {name!r} is incomplete: " + "; ".join(gaps))
+
+
+def load_platform(name: str, options: Mapping[str, str] | None = None) -> Any:
+    """Import one platform and make its object (not probed yet).
+
+    Raises `Unavailable` when it does not exist or its library cannot be imported, `RegistrationError` when incomplete.
+    """
+    found = list_platforms()
+    if name not in found:
+        raise Unavailable(f"--platform={name}: there is no such platform; found: {', '.join(sorted(found))}")
+    try:
+        entry = found[name].entry
+        if entry is not None:
+            candidate = entry.load()
+        else:
+            candidate = importlib.import_module(f"{__package__.rpartition('.')[0]}.platforms.{name}.platform").Platform
+    except ImportError as error:
+        raise Unavailable(f"--platform={name}: {error}") from error
+    check_platform(name, candidate)
+    return candidate(dict(options or {}))
+
+
+def probe_all(options: Mapping[str, str] | None = None) -> dict[str, Manifest | Exception]:
+    """Each platform's manifest, or the exception that says why it cannot be had."""
+    result: dict[str, Manifest | Exception] = {}
+    for name in list_platforms():
+        try:
+            platform = load_platform(name, options)
+            result[name] = platform.probe()
+            getattr(platform, "close", lambda: None)()
+        except Exception as error:  # any failure of one platform is a reason, never a crash of the listing
+            result[name] = error
+    return result
+
+
+def choose_platform(options: Mapping[str, str] | None = None) -> tuple[str, str]:
+    """The best platform here and why: by the manifest's rank among those that probe. Raises `Unavailable` if none."""
+    probed = probe_all(options)
+    good = {n: m for n, m in probed.items() if isinstance(m, Manifest)}
+    if not good:
+        reasons = "; ".join(f"{n}: {e}" for n, e in probed.items())
+        raise Unavailable(f"no platform can run here. {reasons}")
+    best = max(good, key=lambda n: (good[n].rank, n))
+    others = ", ".join(f"{n} ({'also here' if n in good else probed[n]})" for n in probed if n != best)
+    return best, f"{good[best].device} is the fastest found" + (f"; others: {others}" if others else "")

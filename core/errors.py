@@ -1,0 +1,37 @@
+"""Errors that core raises on purpose. Every message names the value at fault and the way out."""
+
+
+class IsthmusError(Exception):
+    """Base of every deliberate error."""
+
+
+class RequestError(IsthmusError, ValueError):
+    """A request that cannot be served as asked: the server answers with `status` and OpenAI's error shape.
+
+    `param` names the offending field, `code` is OpenAI's word for the kind (`context_length_exceeded`, ...).
+    """
+
+    def __init__(self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None,
+                 kind: str = "invalid_request_error", retry_after: float | None = None):
+        super().__init__(message)
+        self.message, self.status, self.param, self.code, self.kind = message, status, param, code, kind
+        self.retry_after = retry_after
+
+
+class Overloaded(RequestError):
+    """The queue is full (429) or the server is draining or loading (503); `retry_after` is in seconds."""
+
+    def __init__(self, message: str, *, status: int = 429, retry_after: float = 1.0):
+        super().__init__(message, status=status, code="overloaded", kind="overloaded_error", retry_after=retry_after)
+
+
+class EngineDead(IsthmusError):
+    """The process that computes is gone; every waiting request ends with this."""
+
+
+class CheckpointError(IsthmusError, ValueError):
+    """A checkpoint that is missing, truncated, hostile or of an unknown kind."""
+
+
+class ConfigError(IsthmusError, ValueError):
+    """A setting that is unknown, out of range or in conflict with another."""

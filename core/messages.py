@@ -1,0 +1,175 @@
+"""Messages between the API, scheduler and detokenizer processes, and the sampling parameters they carry.
+
+msgspec structs, encoded as msgpack; token ids travel as little-endian int32 bytes. Nothing here is ever pickled.
+"""
+from __future__ import annotations
+
+from typing import Literal, Union
+
+import msgspec
+import numpy as np
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+def pack_ids(ids) -> bytes:
+    """Token ids (any integer sequence) to little-endian int32 bytes."""
+    return np.ascontiguousarray(ids, dtype="<i4").tobytes()
+
+
+def unpack_ids(data: bytes) -> np.ndarray:
+    """The inverse of `pack_ids`; a read-only int32 view."""
+    return np.frombuffer(data, dtype="<i4")
+
+
+class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How one request samples; ranges are checked by `core.server.validate` before it gets here.
+
+    temperature 0 = greedy; top_k 0, top_p 1, min_p 0, repetition_penalty 1, presence and frequency 0 = off.
+    seed None = drawn by the API process, so that a request always has one.
+    logprobs: None = none, K = the sampled token's and the K best. prompt_logprobs: the same for prompt tokens.
+    stop: strings, matched on text by the detokenizer. stop_token_ids: extra ids that end the output.
+    eos ids come from the model; ignore_eos switches them off. min_tokens bans every stop id before that many.
+    """
+
+    max_tokens: int = 16
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = {}
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop: bool = False
+    ignore_eos: bool = False
+    skip_special: bool = True
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+
+class Submit(msgspec.Struct, frozen=True, tag=True):
+    """A new request. `prompt` is packed ids. `domain` keeps cache entries apart (adapter, salt, images); b"" = shared."""
+
+    id: str
+    prompt: bytes
+    params: SamplingParams
+    domain: bytes = b""
+    priority: int = 0
+    arrival: float = 0.0
+
+
+class Abort(msgspec.Struct, frozen=True, tag=True):
+    """End these requests at once; an unknown id is ignored. `reason` is reported as the finish reason."""
+
+    ids: tuple[str, ...]
+    reason: FinishReason = "abort"
+
+
+class Command(msgspec.Struct, frozen=True, tag=True):
+    """An administrative call, answered by `Reply` with the same `token`. name: "flush_cache", "stats", "ping", "drain"."""
+
+    token: str
+    name: str
+
+
+class Reply(msgspec.Struct, frozen=True, tag=True):
+    """The answer to a `Command`: `data` is JSON bytes."""
+
+    token: str
+    ok: bool
+    data: bytes = b"{}"
+
+
+class Logprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probabilities of consecutive tokens: `chosen` float32 [n]; `top_ids` int32 and `top` float32 [n, k]."""
+
+    chosen: bytes
+    k: int
+    top_ids: bytes
+    top: bytes
+
+
+class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
+    """New tokens of one request.
+
+    tokens: packed ids, stop ids included. finish: None while it runs. stop_id: the id that ended it, else -1.
+    prompt_tokens and cached_tokens (those whose K and V came from the cache) are set on the first output.
+    prompt_logprobs: of prompt tokens 1..n-1 (the first has none), on the first output, if asked.
+    error: the message when finish is "error".
+    """
+
+    id: str
+    tokens: bytes
+    finish: FinishReason | None = None
+    stop_id: int = -1
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    logprobs: Logprobs | None = None
+    prompt_logprobs: Logprobs | None = None
+    error: str = ""
+
+
+class TokenOutputs(msgspec.Struct, frozen=True, tag=True):
+    """All outputs of one step."""
+
+    outputs: list[TokenOutput]
+
+
+class Watch(msgspec.Struct, frozen=True, tag=True):
+    """Tells the detokenizer about a request before its first token: how to turn its ids into text."""
+
+    id: str
+    stop: tuple[str, ...] = ()
+    include_stop: bool = False
+    skip_special: bool = True
+    min_tokens: int = 0
+
+
+class TextOutput(msgspec.Struct, frozen=True, array_like=True):
+    """New text of one request, after stop strings.
+
+    text: complete characters only. tokens: packed ids behind it; a token that ends inside a stop string is counted.
+    finish, logprobs, prompt_*, cached_tokens: as in `TokenOutput`. stop_reason: the stop string, or the stop id as text.
+    """
+
+    id: str
+    text: str
+    tokens: bytes
+    finish: FinishReason | None = None
+    stop_reason: str | None = None
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    logprobs: Logprobs | None = None
+    prompt_logprobs: Logprobs | None = None
+    error: str = ""
+
+
+class TextOutputs(msgspec.Struct, frozen=True, tag=True):
+    """All texts of one batch of `TokenOutputs`."""
+
+    outputs: list[TextOutput]
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """A worker process has started: `process` is its role, `info` JSON (banner lines, limits)."""
+
+    process: str
+    info: bytes = b"{}"
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """A worker process cannot go on; `message` is for people."""
+
+    process: str
+    message: str
+
+
+ToScheduler = Union[Submit, Abort, Command]
+ToDetokenizer = Union[Watch, TokenOutputs, Reply, Ready, Failed]
+ToApi = Union[TextOutputs, Reply, Ready, Failed]

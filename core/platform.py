@@ -1,0 +1,188 @@
+"""The neck: all that core asks of hardware. Six methods of `Platform` and nine of `Ops`; the docstrings are the contract.
+
+A platform is a folder in `platforms/` with a module `platform.py`, or an installed package's entry point in the group
+`isthmus.platforms`; either gives one class named `Platform`. It imports nothing else from core than this module.
+
+Rules of the model definitions that call `Ops`: tensors are opaque; only `+ - *` (also with Python numbers), `.shape`,
+`.reshape`, basic slices and integer indexing on axis 0 are used on them. Loops and branches run over Python
+configuration, never over data or platform.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Callable, Mapping, Protocol, Sequence
+
+from .plan import Batch, Bias, Mask, Out, Penalties, Sampling, StepResult
+from .specs import (AttentionSpec, Bucket, Buckets, LayerState, MoESpec, RawTensor, RopeSpec, StateSpec, WeightSpec)
+
+__all__ = ["INTERFACE_VERSION", "AttentionSpec", "Batch", "Bias", "Bucket", "Buckets", "LayerState", "Manifest", "Mask",
+           "MoESpec", "Ops", "Out", "Penalties", "Platform", "RawTensor", "RopeSpec", "Sampling", "State", "StateSpec",
+           "Step", "StepResult", "Tensor", "Unavailable", "Unsupported", "Weight", "WeightSpec"]
+
+INTERFACE_VERSION = 1
+
+Tensor = Any  # a platform's own array
+Weight = Any  # opaque leaf made by Platform.load
+State = Any   # opaque memory made by Platform.alloc
+
+
+class Unavailable(Exception):
+    """The platform cannot run on this machine; the message is the reason and, where there is one, the way to get there."""
+
+
+class Unsupported(Exception):
+    """The platform runs but cannot do this case; the message is the reason."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a platform offers on this device, as data. Validation, start-up choices, `doctor` and docs read it.
+
+    compute_dtypes: names a model can run in, the best first.  kv_dtypes: of K and V, the default first.
+    formats:        checkpoint formats kept in their own precision by a kernel; all others are expanded at load.
+    page_sizes:     tokens per page, the default first.  buckets: sizes it compiles for, None = any size.
+    memory_total, memory_free: bytes on the device at probe.
+    features:       words of `FEATURES` that the platform has.
+    determinism:    "T0" tokens independent of batch, chunking and cache hits; "T1" the same within one run's
+                    shapes; "T2" logits within tolerance of the reference.
+    rank:           preference when several platforms can run and none was named; the highest is taken. The reference
+                    is 0, a host processor 10, an accelerator 20.
+    details:        further facts for people (threads, driver, library versions).
+    """
+
+    name: str
+    device: str
+    interface: int
+    compute_dtypes: tuple[str, ...]
+    kv_dtypes: tuple[str, ...]
+    formats: tuple[str, ...]
+    page_sizes: tuple[int, ...]
+    buckets: Buckets | None
+    memory_total: int
+    memory_free: int
+    features: frozenset[str]
+    determinism: str
+    max_top_logprobs: int = 20
+    rank: int = 0
+    details: Mapping[str, str] = field(default_factory=dict)
+
+
+FEATURES = {
+    "sliding_window": "attention limited to the last tokens",
+    "softcap": "tanh soft cap on attention scores",
+    "logprobs": "log-probabilities of sampled and prompt tokens",
+    "penalties": "repetition, presence and frequency penalties",
+    "logit_bias": "per-token bias and bans",
+    "grammar_mask": "token masks of a grammar",
+    "moe": "sparse feed-forward layers",
+    "overlap": "a step can be launched before the previous one is collected",
+    "export_pages": "pages can be copied to the host and back",
+}
+
+
+class Step(Protocol):
+    """A compiled forward pass."""
+
+    def __call__(self, state: State, batch: Batch) -> tuple[Out, State]:
+        """Launch one step; may return before it is done. The state passed in must not be used again.
+
+        Steps run in the order they were launched, each seeing the state the one before it left, so a second step may
+        be launched before the first is collected. A step that fails leaves other pages untouched and raises in
+        `Out.collect`.
+        """
+        ...
+
+
+class Ops(Protocol):
+    """The mathematics that model definitions are written in. Built anew inside each step (or trace) from the state and
+    the batch; it holds the state, the only mutable thing. Shapes use T tokens, D model width, L logit rows, V vocabulary.
+    """
+
+    def embed(self, ids: Tensor, weight: Weight) -> Tensor:
+        """[T] ids -> [T, D] in the compute dtype."""
+        ...
+
+    def linear(self, x: Tensor, weight: Weight, bias: Weight | None = None) -> Tensor:
+        """[T, in] -> [T, out]: x @ w.T + bias. The weight's leaf decides the kernel, once. Stacked parts stay stacked
+        in order. The result is in x's dtype, except that a platform may return float32 for the last (vocabulary) one."""
+        ...
+
+    def rms_norm(self, x: Tensor, weight: Weight, eps: float) -> Tensor:
+        """Over the last axis: x / sqrt(mean(x^2) + eps) * weight, in float32 inside. Also on [T, heads, head_dim]."""
+        ...
+
+    def rope(self, x: Tensor, spec: RopeSpec) -> Tensor:
+        """[T, heads, head_dim] rotated by each token's position in the batch; angles in float32 or better."""
+        ...
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, layer: int, spec: AttentionSpec) -> Tensor:
+        """q [T, heads, d], k and v [T, kv_heads, d] -> [T, heads, d].
+
+        Writes k and v to the batch's slots of this layer's pages first, then lets each token see its row's pages up to
+        its own position (and window). heads is a multiple of kv_heads; query head h reads kv head
+        h // (heads / kv_heads). A slot of page 0 may be written, and is never read by a real row.
+        """
+        ...
+
+    def act_mul(self, gate: Tensor, up: Tensor, kind: str) -> Tensor:
+        """act(gate) * up; kind is "silu", "gelu_tanh" or "gelu" (exact)."""
+        ...
+
+    def moe(self, x: Tensor, router_logits: Tensor, w13: Weight, w2: Weight, spec: MoESpec) -> Tensor:
+        """[T, D] with router logits [T, experts] -> [T, D]; w13 [experts, 2F, D] (gate above up), w2 [experts, D, F]."""
+        ...
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Sum over the ranks of tensor parallelism; x itself with one rank. May work in place on x."""
+        ...
+
+    def sample(self, logits: Tensor, softcap: float | None = None) -> Tensor:
+        """[L, V] -> the step's output, in the order that `plan.Sampling` states; logits first become
+        softcap * tanh(logits / softcap) where a cap is given. Keeps each sampled token in State under the row's
+        sequence slot. The model returns what this returns."""
+        ...
+
+
+class Platform(Protocol):
+    """One rank on one device. The constructor takes `options`, a mapping of strings, and does nothing costly."""
+
+    interface_version: int
+
+    def probe(self, rank: int = 0, world: int = 1) -> Manifest:
+        """Claim the device for this rank. Raises `Unavailable` with the reason. Called first and once."""
+        ...
+
+    def supports(self, op: str, **case: Any) -> str | None:
+        """None if the platform can do the case, else the reason. Asked at load with the real case, never in a step.
+
+        Ops by name with what they would get: linear(format, dtype), attention(head_dim, heads, kv_heads, page_size,
+        window, softcap, dtype), moe(experts, top_k, format, dtype), and features by their word in `FEATURES`.
+        """
+        ...
+
+    def load(self, raws: Sequence[RawTensor], spec: WeightSpec, dtype: str) -> Weight:
+        """Place one weight: cut for this rank, stacked along the output axis, cast to `dtype` or kept in its format.
+
+        `raws` correspond to `spec.names`. Norms and biases may be kept in float32. The bytes may be read only until
+        return. Raises `Unsupported` for a format it can neither keep nor expand.
+        """
+        ...
+
+    def alloc(self, spec: StateSpec, pages: int) -> State:
+        """Memory for `pages` pages (page 0 included) and `spec.seqs` sequence slots."""
+        ...
+
+    def compile(self, forward: Callable[[Ops, Any, Batch], Tensor], weights: Any, bucket: Bucket | None) -> Step:
+        """Make a step of `forward(ops, weights, batch)` for one bucket; `None` = any size. Eager, captured or compiled
+        is the platform's business; it may return before it is done and serve eagerly meanwhile."""
+        ...
+
+    def copy_pages(self, state: State, src: Sequence[int], dst: Sequence[int]) -> State:
+        """Copy whole pages of all layers, src[i] to dst[i]; the lists are disjoint."""
+        ...
+
+    # Optional, each with a default in core when absent:
+    #   export_pages(state, pages) -> bytes-like, import_pages(state, pages, data) -> State: Unsupported when absent
+    #   memory() -> (total, free) bytes now: the manifest's figures when absent
+    #   describe(weight) -> str, e.g. "int4 groups of 32": the leaf's class name when absent
+    #   close() -> None: nothing when absent

@@ -1,0 +1,66 @@
+"""Registries: one registration, one list that everything else derives from."""
+from __future__ import annotations
+
+import inspect
+from typing import Any, Iterator
+
+
+class RegistrationError(ValueError):
+    """A name that is taken or reserved, or a contract with gaps; every gap is named at once."""
+
+
+def signature_gaps(candidate: type, contract: type, methods: tuple[str, ...]) -> list[str]:
+    """What `candidate` lacks of `contract`: missing methods, missing or extra required parameters. Empty = complete."""
+    gaps = []
+    for name in methods:
+        have = getattr(candidate, name, None)
+        if not callable(have):
+            gaps.append(f"{name}{inspect.signature(getattr(contract, name))} is missing")
+            continue
+        want = inspect.signature(getattr(contract, name)).parameters
+        got = inspect.signature(have).parameters
+        open_ended = any(p.kind is p.VAR_KEYWORD for p in got.values())
+        missing = [p for p in want if p not in got and not open_ended]
+        extra = [p.name for p in got.values() if p.name not in want and p.default is p.empty
+                 and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+        if missing:
+            gaps.append(f"{name}() lacks the parameters {', '.join(missing)}")
+        if extra:
+            gaps.append(f"{name}() requires parameters that nobody passes: {', '.join(extra)}")
+    return gaps
+
+
+class Registry:
+    """Named implementations of one contract.
+
+    kind: what the entries are, for messages ("scheduling policy").
+    contract: a class whose methods named in `methods` every entry must have, with the same parameters.
+    """
+
+    def __init__(self, kind: str, contract: type, methods: tuple[str, ...], reserved: tuple[str, ...] = ("auto",)):
+        self.kind, self.contract, self.methods, self.reserved = kind, contract, methods, reserved
+        self._entries: dict[str, type] = {}
+
+    def register(self, name: str, entry: type) -> type:
+        """Add `entry` under `name`. Raises `RegistrationError` for a duplicate, a reserved name or any gap."""
+        if name in self.reserved or not name.replace("-", "").replace("_", "").isalnum():
+            raise RegistrationError(f"{self.kind} name {name!r} is reserved or not a word")
+        if name in self._entries:
+            raise RegistrationError(f"{self.kind} {name!r} is registered already, by {self._entries[name].__module__}")
+        gaps = signature_gaps(entry, self.contract, self.methods)
+        if gaps:
+            raise RegistrationError(f"{self.kind} {name!r} ({entry.__module__}.{entry.__qualname__}): " + "; ".join(gaps))
+        self._entries[name] = entry
+        return entry
+
+    def create(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """A new instance; an unknown name raises with the names there are."""
+        if name not in self._entries:
+            raise RegistrationError(f"unknown {self.kind} {name!r}; there are: {', '.join(sorted(self._entries))}")
+        return self._entries[name](*args, **kwargs)
+
+    def names(self) -> list[str]:
+        return sorted(self._entries)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names())

@@ -1,0 +1,129 @@
+"""Descriptions that core hands to a platform: what to load, what to allocate, what an op must do.
+
+All are immutable and hashable, so that a platform may key its caches and traces on them.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+
+class RawTensor(NamedTuple):
+    """One tensor as the checkpoint stores it.
+
+    dtype: a name of `core.quant.formats` ("f32", "bf16", "q4_1", ...).
+    shape: logical shape; the last axis is contiguous and, for block formats, a multiple of the block length.
+    data:  uint8 numpy array or memoryview over the bytes, row-major, usually a view of a memory-mapped file.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: Any
+
+
+Role = Literal["linear", "embed", "norm", "bias", "experts"]
+
+
+@dataclass(frozen=True)
+class WeightSpec:
+    """How `Platform.load` must treat a weight.
+
+    names: tensors of the checkpoint that are stacked along the output axis (axis 0; axis 1 for "experts", whose
+           axis 0 is the expert), so that q, k and v, or gate and up, can be one matrix product.
+    role:  "linear" is used by `Ops.linear`, "embed" by `Ops.embed` and, when tied, also by `Ops.linear`;
+           "norm" and "bias" are vectors; "experts" is [experts, out, in] for `Ops.moe`.
+    cut:   axis that tensor parallelism splits (0 = out, 1 = in), counted as for one expert; None = replicated.
+    """
+
+    names: tuple[str, ...]
+    role: Role
+    cut: int | None = None
+
+
+@dataclass(frozen=True)
+class LayerState:
+    """Cache of one layer: `kv_heads` x `head_dim` for K and as many for V, per token and per rank."""
+
+    kv_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True)
+class StateSpec:
+    """What `Platform.alloc` allocates for a model.
+
+    dtype: of K and V ("f32", "bf16").  page_size: tokens in a page.
+    seqs:  number of sequence slots (slot 0 is nobody's, as page 0 is); State keeps the last sampled token of each.
+    """
+
+    layers: tuple[LayerState, ...]
+    dtype: str
+    page_size: int
+    seqs: int
+
+    def page_bytes(self) -> int:
+        """Bytes that one page takes over all layers, K and V together."""
+        width = {"f64": 8, "f32": 4, "bf16": 2, "f16": 2}[self.dtype]
+        return sum(2 * s.kv_heads * s.head_dim for s in self.layers) * self.page_size * width
+
+
+@dataclass(frozen=True)
+class RopeSpec:
+    """Rotary embedding, half-split layout (the first half of a head rotates with the second).
+
+    inv_freq: head_dim / 2 angular frequencies in radians per position, float64, scaling already applied.
+    scale:    factor on cosine and sine (YaRN's attention factor); 1 otherwise.
+    Source: Su et al. 2021 (RoFormer); scaling rules per `core.models.rope`.
+    """
+
+    inv_freq: tuple[float, ...]
+    scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """Causal attention of one layer: softmax(softcap(q k^T scale)) v.
+
+    window:  a query at position p sees keys at positions p - window + 1 .. p; None = all up to p.
+    softcap: s -> softcap * tanh(s / softcap) on the scaled scores, before masking; None = off.
+    """
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+
+
+@dataclass(frozen=True)
+class MoESpec:
+    """Sparse feed-forward: route each token to `top_k` experts.
+
+    scoring:     "softmax" or "sigmoid" over the router's logits (float32), before the choice.
+    renormalize: divide the chosen scores by their sum.
+    act:         as in `Ops.act_mul`.  Ties in the choice go to the lower expert number.
+    """
+
+    experts: int
+    top_k: int
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    renormalize: bool = True
+    act: str = "silu"
+    scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Static sizes of one compiled step: tokens T, rows B, pages per row P, logit rows L."""
+
+    tokens: int
+    rows: int
+    pages: int
+    logits: int
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """Sizes a platform compiles for, ascending. A platform that takes any size has `Manifest.buckets = None`."""
+
+    tokens: tuple[int, ...]
+    rows: tuple[int, ...]
+    pages: tuple[int, ...]
