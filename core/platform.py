@@ -99,7 +99,8 @@ class Ops(Protocol):
     """
 
     def embed(self, ids: Tensor, weight: Weight) -> Tensor:
-        """[T] ids -> [T, D] in the compute dtype."""
+        """[T] ids -> [T, D] in the compute dtype. Ids below 0 stand for the last sampled token of their row's sequence
+        slot (see `Batch.tokens`): ids are the batch's tokens, and each is looked up in State under its row's slot."""
         ...
 
     def linear(self, x: Tensor, weight: Weight, bias: Weight | None = None) -> Tensor:

@@ -33,6 +33,7 @@ class WeightSpec:
     role:  "linear" is used by `Ops.linear`, "embed" by `Ops.embed` and, when tied, also by `Ops.linear`;
            "norm" and "bias" are vectors; "experts" is [experts, out, in] for `Ops.moe`.
     cut:   axis that tensor parallelism splits (0 = out, 1 = in), counted as for one expert; None = replicated.
+           A "bias" with cut 1 belongs to a linear that is cut along in: rank 0 alone adds it, `all_reduce` follows.
     """
 
     names: tuple[str, ...]
