@@ -1,0 +1,80 @@
+"""Storage formats of tensors: how many values share a block, and how many bytes the block takes. Nothing is computed here.
+
+Sources: ggml's block layouts (`ggml-common.h`) and the GGUF document for quantized types; the safetensors format document
+for plain ones. Every multi-byte field is little-endian.
+"""
+from __future__ import annotations
+
+from math import prod
+from typing import Literal, NamedTuple, Sequence
+
+Kind = Literal["float", "int", "quantized"]
+
+
+class Format(NamedTuple):
+    """One storage format.
+
+    block:       values that are stored together along the last axis; 1 for plain types.
+    block_bytes: bytes of one block.
+    bits:        bits of one stored code, without scales and minima.
+    kind:        "float" and "int" are plain numbers; "quantized" blocks carry their scales.
+    """
+
+    name: str
+    block: int
+    block_bytes: int
+    bits: int
+    kind: Kind
+
+
+def _plain(kind: Kind, bits: int, *names: str) -> list[Format]:
+    return [Format(name, 1, bits // 8, bits, kind) for name in names]
+
+
+FORMATS: dict[str, Format] = {f.name: f for f in [
+    *_plain("float", 64, "f64"), *_plain("float", 32, "f32"), *_plain("float", 16, "f16", "bf16"),
+    *_plain("float", 8, "f8_e4m3", "f8_e5m2", "f8_e8m0"),
+    *_plain("int", 64, "i64", "u64"), *_plain("int", 32, "i32", "u32"), *_plain("int", 16, "i16", "u16"),
+    *_plain("int", 8, "i8", "u8", "bool"),
+    Format("q4_0", 32, 18, 4, "quantized"),     # f16 scale; w = d * (q - 8)
+    Format("q4_1", 32, 20, 4, "quantized"),     # f16 scale, f16 minimum; w = d * q + m
+    Format("q5_0", 32, 22, 5, "quantized"),     # f16 scale, 32 high bits; w = d * (q - 16)
+    Format("q5_1", 32, 24, 5, "quantized"),     # f16 scale, f16 minimum, 32 high bits; w = d * q + m
+    Format("q8_0", 32, 34, 8, "quantized"),     # f16 scale; w = d * q
+    Format("q4_k", 256, 144, 4, "quantized"),   # 8 groups of 32 with 6-bit scales and minima under f16 d and dmin
+    Format("q5_k", 256, 176, 5, "quantized"),   # q4_k and 256 high bits
+    Format("q6_k", 256, 210, 6, "quantized"),   # 16 groups of 16 with int8 scales under f16 d; w = d * s * (q - 32)
+]}
+
+GGUF_TYPES: dict[int, str] = {
+    0: "f32", 1: "f16", 2: "q4_0", 3: "q4_1", 6: "q5_0", 7: "q5_1", 8: "q8_0", 12: "q4_k", 13: "q5_k", 14: "q6_k",
+    24: "i8", 25: "i16", 26: "i32", 27: "i64", 28: "f64", 30: "bf16",
+}
+
+# Types that GGUF defines and this engine does not read, so that an error can name them.
+GGUF_UNREAD: dict[int, str] = {
+    9: "q8_1", 10: "q2_k", 11: "q3_k", 15: "q8_k", 16: "iq2_xxs", 17: "iq2_xs", 18: "iq3_xxs", 19: "iq1_s", 20: "iq4_nl",
+    21: "iq3_s", 22: "iq2_s", 23: "iq4_xs", 29: "iq1_m", 34: "tq1_0", 35: "tq2_0", 39: "mxfp4",
+}
+
+SAFETENSORS_TYPES: dict[str, str] = {
+    "F64": "f64", "F32": "f32", "F16": "f16", "BF16": "bf16", "F8_E4M3": "f8_e4m3", "F8_E5M2": "f8_e5m2",
+    "F8_E8M0": "f8_e8m0", "I64": "i64", "U64": "u64", "I32": "i32", "U32": "u32", "I16": "i16", "U16": "u16",
+    "I8": "i8", "U8": "u8", "BOOL": "bool",
+}
+
+
+def nbytes(dtype: str, shape: Sequence[int]) -> int:
+    """Bytes of a tensor of logical `shape` (last axis contiguous) in format `dtype`.
+
+    Raises ValueError for an unknown format, a negative size, or a last axis that is no multiple of the block length.
+    """
+    if dtype not in FORMATS:
+        raise ValueError(f"unknown format {dtype!r}; known: {', '.join(FORMATS)}")
+    fmt = FORMATS[dtype]
+    if any(n < 0 for n in shape):
+        raise ValueError(f"shape {tuple(shape)} has a negative size")
+    last = shape[-1] if shape else 1
+    if last % fmt.block:
+        raise ValueError(f"last axis of {tuple(shape)} is not a multiple of the {fmt.block} values in a block of {dtype}")
+    return prod(shape) // fmt.block * fmt.block_bytes
