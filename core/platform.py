@@ -175,7 +175,9 @@ class Platform(Protocol):
 
     def compile(self, forward: Callable[[Ops, Any, Batch], Tensor], weights: Any, bucket: Bucket | None) -> Step:
         """Make a step of `forward(ops, weights, batch)` for one bucket; `None` = any size. Eager, captured or compiled
-        is the platform's business; it may return before it is done and serve eagerly meanwhile."""
+        is the platform's business; it may return before it is done and serve eagerly meanwhile. A forward that returns
+        another tensor than `Ops.sample`'s (conformance, of a single op) has it collected: `Out.collect` then gives a
+        numpy array of float32 or float64."""
         ...
 
     def copy_pages(self, state: State, src: Sequence[int], dst: Sequence[int]) -> State:
