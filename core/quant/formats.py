@@ -1,12 +1,13 @@
-"""Storage formats of tensors: how many values share a block, and how many bytes the block takes. Nothing is computed here.
+"""Storage formats of tensors: how many values share a block and how many bytes it takes. Nothing is computed here.
 
-Sources: ggml's block layouts (`ggml-common.h`) and the GGUF document for quantized types; the safetensors format document
-for plain ones. Every multi-byte field is little-endian.
+Sources: ggml's block layouts (`ggml-common.h`) and the GGUF document for quantized types; the safetensors format
+document for plain ones. Every multi-byte field is little-endian.
 """
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
-from typing import Literal, NamedTuple, Sequence
+from typing import Literal, NamedTuple
 
 Kind = Literal["float", "int", "quantized"]
 
@@ -53,8 +54,8 @@ GGUF_TYPES: dict[int, str] = {
 
 # Types that GGUF defines and this engine does not read, so that an error can name them.
 GGUF_UNREAD: dict[int, str] = {
-    9: "q8_1", 10: "q2_k", 11: "q3_k", 15: "q8_k", 16: "iq2_xxs", 17: "iq2_xs", 18: "iq3_xxs", 19: "iq1_s", 20: "iq4_nl",
-    21: "iq3_s", 22: "iq2_s", 23: "iq4_xs", 29: "iq1_m", 34: "tq1_0", 35: "tq2_0", 39: "mxfp4",
+    9: "q8_1", 10: "q2_k", 11: "q3_k", 15: "q8_k", 16: "iq2_xxs", 17: "iq2_xs", 18: "iq3_xxs", 19: "iq1_s",
+    20: "iq4_nl", 21: "iq3_s", 22: "iq2_s", 23: "iq4_xs", 29: "iq1_m", 34: "tq1_0", 35: "tq2_0", 39: "mxfp4",
 }
 
 SAFETENSORS_TYPES: dict[str, str] = {
@@ -76,5 +77,5 @@ def nbytes(dtype: str, shape: Sequence[int]) -> int:
         raise ValueError(f"shape {tuple(shape)} has a negative size")
     last = shape[-1] if shape else 1
     if last % fmt.block:
-        raise ValueError(f"last axis of {tuple(shape)} is not a multiple of the {fmt.block} values in a block of {dtype}")
+        raise ValueError(f"last axis of {tuple(shape)} is no multiple of the {fmt.block} values in a block of {dtype}")
     return prod(shape) // fmt.block * fmt.block_bytes

@@ -1,13 +1,14 @@
 """GGUF files, version 2 and 3, little-endian: metadata and the place of each tensor.
 
-Nothing in the file is believed: every count, length, type and offset is checked against the file's size, and against the
-limits below, before anything is allocated for it. Source: the GGUF document of the ggml project.
+Nothing in the file is believed: every count, length, type and offset is checked against the file's size, and against
+the limits below, before anything is allocated for it. Source: the GGUF document of the ggml project.
 """
 from __future__ import annotations
 
 import mmap
 import re
 import struct
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,7 +35,7 @@ _SPLIT = re.compile(r"(?P<base>.+)-(?P<no>\d{5})-of-(?P<count>\d{5})\.gguf")
 
 
 class TensorInfo(NamedTuple):
-    """Logical shape (row-major: the last axis is contiguous, the reverse of GGUF's order), format, place in the file."""
+    """Logical shape (last axis contiguous: the reverse of GGUF's order), format, and byte offset in the file."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -78,7 +79,7 @@ class _Reader:
 
     def need(self, count: int, what: str) -> None:
         if count > self.size - self.pos:
-            raise self.fail(f"{what} needs {count} bytes, {self.size - self.pos} are left: the file is cut short or damaged")
+            raise self.fail(f"{what} needs {count} bytes, {self.size - self.pos} are left: the file is cut short")
 
     def integer(self, layout: struct.Struct, what: str) -> int:
         self.need(layout.size, what)
@@ -215,13 +216,13 @@ def _place(reader: _Reader, tensors: dict[str, TensorInfo], alignment: int) -> d
         if info.offset % alignment:
             raise reader.fail(f"tensor {name!r} at offset {info.offset} is not aligned to {alignment} bytes")
         if begin + size > reader.size:
-            raise reader.fail(f"tensor {name!r} of shape {info.shape} takes bytes {begin} to {begin + size}, past the end "
-                              "of the file: it is cut short or damaged, download it again")
+            raise reader.fail(f"tensor {name!r} of shape {info.shape} takes bytes {begin} to {begin + size}, past the "
+                              "end of the file: it is cut short or damaged, download it again")
         placed[name] = info._replace(offset=begin)
         if size:
             ranges.append((begin, begin + size, name))
     ranges.sort()
-    for (_, end, first), (begin, _, second) in zip(ranges, ranges[1:]):
+    for (_, end, first), (begin, _, second) in pairwise(ranges):
         if begin < end:
             raise reader.fail(f"tensors {first!r} and {second!r} overlap in bytes {begin} to {end}")
     return placed
@@ -247,7 +248,7 @@ def read_gguf(path: str | Path) -> GGUF:
 
 
 def split_paths(path: Path) -> list[Path]:
-    """All parts of the split model that `path` is a part of, first to last; `[path]` when the name is not of a split."""
+    """All parts of the split model that `path` is a part of, in order; `[path]` when its name is not of a split."""
     match = _SPLIT.fullmatch(path.name)
     if not match:
         return [path]
@@ -269,8 +270,8 @@ def read_split(path: str | Path) -> list[GGUF]:
     parts = [read_gguf(p) for p in paths]
     count = parts[0].metadata.get("split.count", 0)
     if count not in (0, 1, len(parts)):
-        raise CheckpointError(f"{parts[0].path} says it is one of {count} parts, but its name does not say so: give the "
-                              "parts names that end in -00001-of-0000N.gguf")
+        raise CheckpointError(f"{parts[0].path} says it is one of {count} parts, but its name does not: give the parts "
+                              "names that end in -00001-of-0000N.gguf")
     seen: dict[str, Path] = {}
     for i, part in enumerate(parts):
         if len(parts) > 1 and (part.metadata.get("split.no"), part.metadata.get("split.count")) != (i, len(parts)):
