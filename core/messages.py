@@ -9,6 +9,8 @@ from typing import Literal, Union
 import msgspec
 import numpy as np
 
+from .errors import Overloaded, RequestError
+
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
@@ -100,7 +102,8 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
     tokens: packed ids, stop ids included. finish: None while it runs. stop_id: the id that ended it, else -1.
     prompt_tokens and cached_tokens (those whose K and V came from the cache) are set on the first output.
     prompt_logprobs: of prompt tokens 1..n-1 (the first has none), on the first output, if asked.
-    error: the message when finish is "error".
+    error, status, code, param: what `RequestError` carries, when finish is "error".
+    Every submitted request gets exactly one output with a finish, also when it is aborted.
     """
 
     id: str
@@ -112,6 +115,14 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
     logprobs: Logprobs | None = None
     prompt_logprobs: Logprobs | None = None
     error: str = ""
+    status: int = 500
+    code: str | None = None
+    param: str | None = None
+
+
+def refused(id: str, error: RequestError) -> TokenOutput:
+    """The output that ends request `id` with `error`."""
+    return TokenOutput(id, b"", "error", error=error.message, status=error.status, code=error.code, param=error.param)
 
 
 class TokenOutputs(msgspec.Struct, frozen=True, tag=True):
@@ -121,7 +132,11 @@ class TokenOutputs(msgspec.Struct, frozen=True, tag=True):
 
 
 class Watch(msgspec.Struct, frozen=True, tag=True):
-    """Tells the detokenizer about a request before its first token: how to turn its ids into text."""
+    """Tells the detokenizer how to turn a request's ids into text.
+
+    It travels as a second frame of `Submit`; the scheduler passes it on before the request's first output, on the same
+    ordered socket, so that it is always known in time. min_tokens: stop strings within the first so many are ignored.
+    """
 
     id: str
     stop: tuple[str, ...] = ()
@@ -134,7 +149,8 @@ class TextOutput(msgspec.Struct, frozen=True, array_like=True):
     """New text of one request, after stop strings.
 
     text: complete characters only. tokens: packed ids behind it; a token that ends inside a stop string is counted.
-    finish, logprobs, prompt_*, cached_tokens: as in `TokenOutput`. stop_reason: the stop string, or the stop id as text.
+    finish, logprobs, prompt_*, cached_tokens, error: as in `TokenOutput`. stop_reason: the stop string, or the stop id as
+    text. completion_tokens: all tokens of the request so far.
     """
 
     id: str
@@ -148,6 +164,17 @@ class TextOutput(msgspec.Struct, frozen=True, array_like=True):
     logprobs: Logprobs | None = None
     prompt_logprobs: Logprobs | None = None
     error: str = ""
+    status: int = 500
+    code: str | None = None
+    param: str | None = None
+
+
+def request_error(output: TextOutput) -> RequestError:
+    """The error that an output with finish "error" stands for."""
+    if output.status in (429, 503):
+        return Overloaded(output.error, status=output.status)
+    kind = "invalid_request_error" if output.status < 500 else "server_error"
+    return RequestError(output.error, status=output.status, code=output.code, param=output.param, kind=kind)
 
 
 class TextOutputs(msgspec.Struct, frozen=True, tag=True):
@@ -163,6 +190,14 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     info: bytes = b"{}"
 
 
+class Progress(msgspec.Struct, frozen=True, tag=True):
+    """How far start-up is: `stage` for people ("load weights"), `done` of `total` bytes or steps; total 0 = unknown."""
+
+    stage: str
+    done: int = 0
+    total: int = 0
+
+
 class Failed(msgspec.Struct, frozen=True, tag=True):
     """A worker process cannot go on; `message` is for people."""
 
@@ -170,6 +205,6 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
-ToScheduler = Union[Submit, Abort, Command]
-ToDetokenizer = Union[Watch, TokenOutputs, Reply, Ready, Failed]
-ToApi = Union[TextOutputs, Reply, Ready, Failed]
+ToScheduler = Union[Submit, Abort, Command, Ready]
+ToDetokenizer = Union[Watch, TokenOutputs, Reply, Ready, Progress, Failed]
+ToApi = Union[TextOutputs, Reply, Ready, Progress, Failed]
