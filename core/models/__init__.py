@@ -1,0 +1,1 @@
+"""Model definitions: pure functions over `Ops`, one per architecture, for every platform."""

@@ -1,0 +1,42 @@
+"""Llama 2, 3 and 3.x, SmolLM2, Mistral: pre-norm layers of attention and a gated feed-forward."""
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..platform import Batch, Ops, Tensor
+from . import blocks
+from .config import FULL, Family, ModelConfig
+from .fields import Fields
+from .rope import LOCAL
+
+NORMS = {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+
+
+def all_full(fields: Fields, layers: int) -> tuple[str, ...]:
+    return (FULL,) * layers
+
+
+def all_sliding(fields: Fields, layers: int) -> tuple[str, ...]:
+    """Mistral: every layer has the window, if there is one."""
+    return (LOCAL if "sliding_window" in fields else FULL,) * layers
+
+
+LLAMA = Family(all_full)
+MISTRAL = Family(all_sliding, qkv_bias=False, o_bias=False)
+
+
+def layout(config: ModelConfig) -> blocks.Layout:
+    """The weight tree of `forward`."""
+    return blocks.model_layout(config, [
+        blocks.layer_layout(config, i) | blocks.norm_layout(i, config.hidden, NORMS) for i in range(config.layers)])
+
+
+def forward(config: ModelConfig, ops: Ops, weights: Mapping[str, Any], batch: Batch) -> Tensor:
+    """One step over all tokens of the batch."""
+    x = ops.embed(batch.tokens, weights["embed"])
+    for i, layer in enumerate(weights["layers"]):
+        q, k, v = blocks.qkv(ops, ops.rms_norm(x, layer["attn_norm"], config.eps), layer, config)
+        x = x + blocks.attention(ops, q, k, v, layer, config, i)
+        x = x + blocks.gated_mlp(ops, ops.rms_norm(x, layer["mlp_norm"], config.eps), layer, config)
+    return blocks.head(ops, x, weights, batch.logit_rows, config)

@@ -1,0 +1,234 @@
+"""From an open checkpoint to a model on a platform: everything is checked before the first weight is placed."""
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..errors import CheckpointError
+from ..platform import Batch, Manifest, Ops, Tensor, Unsupported, Weight
+from ..specs import LayerState, RawTensor, WeightSpec
+from .architectures import find_architecture
+from .blocks import Layout, Stack
+from .config import ModelConfig, eos_ids, parse_config
+from .fields import Fields
+
+Progress = Callable[[int, int], None]
+DENSE = ("f64", "f32", "f16", "bf16")
+# Where checkpoints of text and image models keep the language model, and what else they hold.
+RENAMED = {"language_model.model.": "model.", "model.language_model.": "model.", "language_model.lm_head.": "lm_head."}
+UNUSED = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
+RECOMPUTED = (".rotary_emb.inv_freq", "rope_freqs.weight")
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model ready to be compiled: `platform.compile(model.forward, model.weights, bucket)`.
+
+    report: lines for people: how many weights are in which format, and which were expanded and why.
+    """
+
+    forward: Callable[[Ops, Any, Batch], Tensor]
+    weights: Mapping[str, Any]
+    config: ModelConfig
+    state_layers: tuple[LayerState, ...]
+    report: list[str]
+
+
+def load_model(checkpoint: Any, platform: Any, manifest: Manifest, dtype: str, strict: bool = False,
+               progress: Progress | None = None, page_size: int | None = None) -> LoadedModel:
+    """Load `checkpoint` (an open `core.weights` Checkpoint) onto a probed platform.
+
+    dtype: compute dtype, one of `manifest.compute_dtypes`. strict: refuse formats that would be expanded.
+    progress: called with (bytes done, bytes in all). page_size: of the cache, the platform's default unless given.
+    Raises `CheckpointError` for a configuration, name or shape that does not fit, `Unsupported` with the platform's
+    reason for a case that it cannot do.
+    """
+    if dtype not in manifest.compute_dtypes:
+        raise Unsupported(f"{manifest.name} cannot compute in {dtype}; it can in {', '.join(manifest.compute_dtypes)}")
+    architecture, settings = find_architecture(checkpoint.config)
+    config = parse_config(settings, architecture.family, model_name(checkpoint.path))
+    config = replace(config, eos_ids=_eos_ids(checkpoint, config))
+    layout = architecture.layout(config)
+    names = _tensor_names(checkpoint.names)
+    _check_names(layout, names, config)
+    _check_shapes(layout, names, checkpoint)
+    _check_attention(config, platform, manifest, dtype, page_size or manifest.page_sizes[0])
+    reasons = _format_reasons(layout, names, checkpoint, platform, manifest, dtype)
+    expanded = {f: r for f, r in reasons.items() if r is not None}
+    if strict and expanded:
+        raise Unsupported("--strict: these formats would be expanded: "
+                          + "; ".join(f"{f} ({r})" for f, r in sorted(expanded.items())))
+    placer = _Placer(checkpoint, names, platform, dtype, reasons, progress,
+                     config.norms_add_one and not checkpoint.norms_include_one)
+    weights = placer.place(layout)
+    weights.setdefault("head", weights["embed"])
+    return LoadedModel(partial(architecture.forward, config), weights, config, config.state_layers, placer.report())
+
+
+def model_name(path: Path) -> str:
+    """What people call the checkpoint: the file's stem, the folder's name, or owner/name in a hub's cache."""
+    for part in Path(path).parts:
+        if part.startswith("models--"):
+            return part.removeprefix("models--").replace("--", "/")
+    return Path(path).stem if Path(path).suffix == ".gguf" else Path(path).name
+
+
+def stacks(layout: Layout) -> Iterator[Stack]:
+    """Every entry of a layout, in order."""
+    for value in layout.values():
+        if isinstance(value, Stack):
+            yield value
+        else:
+            for layer in value:
+                yield from stacks(layer)
+
+
+def _eos_ids(checkpoint: Any, config: ModelConfig) -> tuple[int, ...]:
+    """Ids that end a text: generation_config.json or the GGUF metadata where they say so, else the configuration."""
+    found = [checkpoint.metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
+    path = Path(checkpoint.path) / "generation_config.json"
+    if path.is_file():
+        try:
+            generation = json.loads(path.read_text("utf-8"))
+        except (ValueError, RecursionError) as error:
+            raise CheckpointError(f"{path} is not JSON: {error}") from error
+        listed = Fields(generation, path.name).get("eos_token_id", ())
+        found += listed if isinstance(listed, list) else [listed] if listed != () else []
+    ids = [i for i in found if i is not None]
+    return eos_ids(ids, config.vocab_size) if ids else config.eos_ids
+
+
+def _tensor_names(names: frozenset[str]) -> dict[str, str]:
+    """Canonical name -> name in the checkpoint, without the tensors that no language model needs."""
+    canonical = {}
+    for name in names:
+        if name.startswith(UNUSED) or name.endswith(RECOMPUTED):
+            continue
+        prefix = next((p for p in RENAMED if name.startswith(p)), "")
+        canonical[RENAMED.get(prefix, "") + name[len(prefix):]] = name
+    return canonical
+
+
+def _check_names(layout: Layout, names: Mapping[str, str], config: ModelConfig) -> None:
+    wanted = {name for stack in stacks(layout) for name in stack.spec.names}
+    missing, extra = wanted - names.keys(), names.keys() - wanted
+    if config.tied:
+        extra -= {"lm_head.weight"}  # some files store the tied matrix twice
+    problems = [f"{word} {_list(found)}" for word, found in (("lacks", missing), ("has unknown", extra)) if found]
+    if problems:
+        raise CheckpointError(f"this checkpoint does not fit model_type {config.model_type!r}: it "
+                              + " and ".join(problems))
+
+
+def _list(names: set[str], limit: int = 8) -> str:
+    shown = ", ".join(sorted(names)[:limit])
+    return shown + (f" and {len(names) - limit} more" if len(names) > limit else "")
+
+
+def _check_shapes(layout: Layout, names: Mapping[str, str], checkpoint: Any) -> None:
+    for stack in stacks(layout):
+        for name, shape in zip(stack.spec.names, stack.shapes, strict=True):
+            have = tuple(checkpoint.tensor(names[name]).shape)
+            if have != shape:
+                raise CheckpointError(f"{names[name]} has shape {list(have)}, the configuration says {list(shape)}")
+
+
+def _check_attention(config: ModelConfig, platform: Any, manifest: Manifest, dtype: str, page_size: int) -> None:
+    for spec in dict.fromkeys(config.attention):
+        reason = platform.supports("attention", head_dim=config.head_dim, heads=config.heads, kv_heads=config.kv_heads,
+                                   page_size=page_size, window=spec.window, softcap=spec.softcap, dtype=dtype)
+        if reason is not None:
+            raise Unsupported(f"{manifest.name} cannot do this model's attention: {reason}")
+
+
+def _format_reasons(layout: Layout, names: Mapping[str, str], checkpoint: Any, platform: Any, manifest: Manifest,
+                    dtype: str) -> dict[str, str | None]:
+    """Quantized format -> None if the platform keeps it, else why it must be expanded."""
+    formats = {checkpoint.tensor(names[name]).dtype for stack in stacks(layout) for name in stack.spec.names}
+    reasons: dict[str, str | None] = {}
+    for name in sorted(formats - set(DENSE)):
+        reasons[name] = f"{manifest.name} has no kernel for it"
+        if name in manifest.formats:
+            reasons[name] = platform.supports("linear", format=name, dtype=dtype)
+    return reasons
+
+
+class _Placer:
+    """Places a layout's entries one by one, and counts them."""
+
+    def __init__(self, checkpoint: Any, names: Mapping[str, str], platform: Any, dtype: str,
+                 reasons: Mapping[str, str | None], progress: Progress | None, add_one: bool):
+        self.checkpoint, self.names, self.platform, self.dtype = checkpoint, names, platform, dtype
+        self.reasons, self.progress, self.add_one = reasons, progress, add_one
+        self.counts: Counter[str] = Counter()
+        self.described: dict[str, str] = {}
+        self.done = 0
+
+    def place(self, layout: Layout) -> dict[str, Any]:
+        """The weight tree: leaves where the layout has stacks."""
+        return {key: self._place_stack(value) if isinstance(value, Stack) else [self.place(layer) for layer in value]
+                for key, value in layout.items()}
+
+    def report(self) -> list[str]:
+        """One line for each format of the matrices."""
+        lines = []
+        for name, count in self.counts.most_common():
+            how = self.described.get(name, "")
+            if name in DENSE:
+                lines.append(f"{count} x {name}" + ("" if name == self.dtype else f" cast to {self.dtype}"))
+            elif self.reasons[name] is None:
+                lines.append(f"{count} x {name} kept" + (f" ({how})" if how else ""))
+            else:
+                lines.append(f"{count} x {name} expanded to {self.dtype}: {self.reasons[name]}")
+        return lines
+
+    def _kept(self, raw: RawTensor) -> str:
+        """What the platform will hold it as: parts that agree can share a leaf."""
+        return self.dtype if raw.dtype in DENSE or self.reasons[raw.dtype] else raw.dtype
+
+    def _place_stack(self, stack: Stack) -> Weight | tuple[Weight, ...]:
+        raws = [self.checkpoint.tensor(self.names[name]) for name in stack.spec.names]
+        if stack.joint:
+            return self._load(raws, stack.spec)
+        parts = zip(raws, stack.spec.names, strict=True)
+        leaves = []
+        for _, group in groupby(parts, key=lambda part: self._kept(part[0])):
+            group_raws, group_names = zip(*group, strict=True)
+            leaves.append(self._load(list(group_raws), replace(stack.spec, names=group_names)))
+        return tuple(leaves)
+
+    def _load(self, raws: list[RawTensor], spec: WeightSpec) -> Weight:
+        size = sum(memoryview(raw.data).nbytes for raw in raws)
+        if spec.role == "norm" and self.add_one:
+            raws = [_plus_one(raw, name) for raw, name in zip(raws, spec.names, strict=True)]
+        try:
+            leaf = self.platform.load(raws, spec, self.dtype)
+        except Unsupported as error:
+            raise Unsupported(f"{', '.join(spec.names)}: {error}") from error
+        if spec.role not in ("norm", "bias"):
+            self.counts.update(raw.dtype for raw in raws)
+            if hasattr(self.platform, "describe"):
+                self.described.setdefault(raws[0].dtype, self.platform.describe(leaf))
+        self.done += size
+        if self.progress is not None:
+            self.progress(self.done, self.checkpoint.nbytes)
+        return leaf
+
+
+def _plus_one(raw: RawTensor, name: str) -> RawTensor:
+    """Gemma's Hugging Face checkpoints store w where the norm multiplies by 1 + w."""
+    if raw.dtype == "bf16":
+        values = (np.frombuffer(raw.data, "<u2").astype(np.uint32) << 16).view(np.float32)
+    elif raw.dtype in ("f16", "f32"):
+        values = np.frombuffer(raw.data, {"f16": "<f2", "f32": "<f4"}[raw.dtype]).astype(np.float32)
+    else:
+        raise CheckpointError(f"{name} is a norm stored as {raw.dtype}; it must be f32, f16 or bf16")
+    return RawTensor("f32", raw.shape, (values + np.float32(1)).view(np.uint8))
