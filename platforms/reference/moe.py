@@ -1,0 +1,56 @@
+"""Feed-forward: activations, and routing tokens to experts."""
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from ...core.platform import MoESpec, Unsupported
+from .quant import Leaf
+
+erf = np.vectorize(math.erf, otypes=[np.float64])
+
+
+def sigmoid(x: np.ndarray) -> np.ndarray:
+    return 0.5 * (1 + np.tanh(0.5 * x))  # never overflows
+
+
+def softmax(x: np.ndarray) -> np.ndarray:
+    """Over the last axis."""
+    exp = np.exp(x - x.max(axis=-1, keepdims=True))
+    return exp / exp.sum(axis=-1, keepdims=True)
+
+
+def activation(x: np.ndarray, kind: str) -> np.ndarray:
+    """silu (Elfwing et al. 2017) and gelu, exact or by tanh (Hendrycks and Gimpel 2016); float64 in and out."""
+    if kind == "silu":
+        return x * sigmoid(x)
+    if kind == "gelu_tanh":
+        return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x ** 3)))
+    if kind == "gelu":
+        return 0.5 * x * (1 + erf(x / math.sqrt(2)))
+    raise Unsupported(f"activation {kind!r}; there are: silu, gelu_tanh, gelu")
+
+
+def act_mul(gate: np.ndarray, up: np.ndarray, kind: str) -> np.ndarray:
+    return (activation(gate.astype(np.float64), kind) * up).astype(gate.dtype)
+
+
+def route(logits: np.ndarray, spec: MoESpec) -> tuple[np.ndarray, np.ndarray]:
+    """Router logits [T, experts] -> chosen experts [T, top_k], best first, and their weights [T, top_k]."""
+    scores = {"softmax": softmax, "sigmoid": sigmoid}[spec.scoring](logits.astype(np.float64))
+    chosen = np.argsort(-scores, axis=-1, kind="stable")[:, :spec.top_k]
+    weights = np.take_along_axis(scores, chosen, axis=-1)
+    if spec.renormalize:
+        weights /= weights.sum(axis=-1, keepdims=True)
+    return chosen, weights * spec.scale
+
+
+def moe(x: np.ndarray, router_logits: np.ndarray, w13: Leaf, w2: Leaf, spec: MoESpec) -> np.ndarray:
+    chosen, weights = route(router_logits, spec)
+    out = np.zeros(x.shape, np.float64)
+    for expert in np.unique(chosen):
+        tokens, place = np.nonzero(chosen == expert)
+        gate, up = np.split(w13.expert(expert).product(x[tokens]), 2, axis=-1)
+        out[tokens] += weights[tokens, place, None] * w2.expert(expert).product(act_mul(gate, up, spec.act))
+    return out.astype(x.dtype)
