@@ -1,0 +1,173 @@
+"""The API's side of the engine: one interface, whichever way the engine runs."""
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+from abc import ABC, abstractmethod
+from typing import Any, AsyncIterator, Callable
+
+from ..config import Config
+from ..errors import EngineDead, IsthmusError, Overloaded, RequestError
+from ..messages import (Abort, Command, Failed, Progress, Ready, Reply, Submit, TextOutput, TextOutputs, Watch,
+                        request_error)
+
+ProgressCall = Callable[[str, int, int], None]  # stage, done, total
+
+
+class EngineClient(ABC):
+    """Requests in, texts out. Used from one event loop only.
+
+    info: what the engine says about itself, once `start` has returned.
+    draining: no new request is taken; running ones go on.
+    """
+
+    def __init__(self, config: Config):
+        self.config = config
+        self.info: dict[str, Any] = {}
+        self.draining = False
+        self._state, self._reason = "loading", "the model is loading"
+        self._progress: ProgressCall | None = None
+        self._streams: dict[str, asyncio.Queue[TextOutput | IsthmusError]] = {}
+        self._commands: dict[str, asyncio.Future[Any]] = {}
+        self._tokens = itertools.count()
+
+    @abstractmethod
+    async def start(self, progress: ProgressCall | None = None) -> None:
+        """Bring the engine up; returns when it can serve. `EngineDead` carries the reason when it cannot."""
+
+    async def close(self) -> None:
+        """Stop the engine at once; whoever still waits gets `EngineDead`. May be called twice."""
+        self._end("closed", "the engine was stopped")
+
+    async def generate(self, submit: Submit, watch: Watch) -> AsyncIterator[TextOutput]:
+        """The request's outputs, the last with a finish. A finish "error" is raised as the `RequestError` it stands for.
+
+        Closing the iterator early, or cancelling its task, aborts the request. `EngineDead` when the engine is gone,
+        `Overloaded` (503) while it loads or drains. What waits unread is bounded by the request's own length.
+        """
+        self._admit(submit)
+        self._send_request(submit, watch)
+        queue = self._streams[submit.id] = asyncio.Queue()
+        finished = False
+        try:
+            while not finished:
+                output = await queue.get()
+                if isinstance(output, IsthmusError):
+                    finished = True
+                    raise output
+                finished = output.finish is not None
+                if output.finish == "error":
+                    raise request_error(output)
+                yield output
+        finally:
+            del self._streams[submit.id]
+            if not finished and self._state == "ready":
+                self._send(Abort((submit.id,)))
+
+    async def abort(self, id: str) -> None:
+        """End a request; its iterator gets an output with finish "abort". An unknown id is ignored."""
+        if id in self._streams and self._state == "ready":
+            self._send(Abort((id,)))
+
+    async def command(self, name: str, timeout: float = 60.0) -> dict[str, Any]:
+        """The engine's answer to an administrative call. `IsthmusError` when it refuses, `EngineDead` when it is gone."""
+        if self._state != "ready":
+            raise EngineDead(self._reason)
+        token = f"{name}-{next(self._tokens)}"
+        future = self._commands[token] = asyncio.get_running_loop().create_future()
+        try:
+            self._send(Command(token, name))
+            return await asyncio.wait_for(future, timeout)
+        except TimeoutError:
+            raise EngineDead(f"the engine did not answer {name!r} within {timeout:g} s") from None
+        finally:
+            self._commands.pop(token, None)
+
+    def health(self) -> tuple[bool, str]:
+        """Whether the engine can compute, and if not why."""
+        return self._state == "ready", self._reason
+
+    async def drain(self, timeout: float) -> bool:
+        """Take no new request and wait until the running ones have ended; those left after `timeout` s are aborted.
+
+        True if all ended by themselves.
+        """
+        self.draining = True
+        loop = asyncio.get_running_loop()
+        end = loop.time() + timeout
+        while self._streams and self._state == "ready" and loop.time() < end:
+            await asyncio.sleep(0.02)
+        left = tuple(self._streams)
+        if left and self._state == "ready":
+            self._send(Abort(left))
+        return not left
+
+    @property
+    def waiting(self) -> int:
+        """Requests of this client that have not ended."""
+        return len(self._streams)
+
+    def _admit(self, submit: Submit) -> None:
+        if self._state == "loading":
+            raise Overloaded(self._reason, status=503)
+        if self._state != "ready":
+            raise EngineDead(self._reason)
+        if self.draining:
+            raise Overloaded("the server is shutting down and takes no new requests", status=503)
+        if submit.id in self._streams:
+            raise RequestError(f"request id {submit.id!r} is in use", status=409, param="request_id")
+
+    @abstractmethod
+    def _send(self, message: Any) -> None:
+        """Hand one message to the scheduler without waiting; it must arrive while the engine lives."""
+
+    @abstractmethod
+    def _send_request(self, submit: Submit, watch: Watch) -> None:
+        """Hand over a request; `Overloaded` when nothing more fits."""
+
+    def _receive(self, message: Any) -> None:
+        """Pass on one message of `ToApi`. Texts of requests that nobody waits for any more are dropped."""
+        if isinstance(message, TextOutputs):
+            for output in message.outputs:
+                queue = self._streams.get(output.id)
+                if queue is not None:
+                    queue.put_nowait(output)
+        elif isinstance(message, Reply):
+            self._answer(message)
+        elif isinstance(message, Progress):
+            self._reason = f"the model is loading: {message.stage}"
+            if self._progress is not None:
+                self._progress(message.stage, message.done, message.total)
+        elif isinstance(message, Ready):
+            self._on_ready(message)
+        elif isinstance(message, Failed):
+            self._end("dead", f"{message.process}: {message.message}")
+
+    def _on_ready(self, message: Ready) -> None:
+        self.info = json.loads(message.info) or self.info
+
+    def _answer(self, reply: Reply) -> None:
+        future = self._commands.get(reply.token)
+        if future is None or future.done():
+            return
+        data = json.loads(reply.data)
+        if reply.ok:
+            future.set_result(data)
+        else:
+            future.set_exception(IsthmusError(data["error"]))
+
+    def _serve(self) -> None:
+        if self._state == "loading":
+            self._state, self._reason = "ready", ""
+
+    def _end(self, state: str, reason: str) -> None:
+        """No more answers will come: tell everybody who waits. The first reason counts."""
+        if self._state in ("dead", "closed"):
+            return
+        self._state, self._reason = state, reason
+        for queue in self._streams.values():
+            queue.put_nowait(EngineDead(reason))
+        for future in self._commands.values():
+            if not future.done():
+                future.set_exception(EngineDead(reason))

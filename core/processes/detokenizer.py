@@ -1,0 +1,144 @@
+"""The detokenizer: token ids to text, request by request. `DetokenizerState` knows no socket; `serve` is the process."""
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import zmq
+
+from ..messages import (Abort, Logprobs, Ready, TextOutput, TextOutputs, TokenOutput, TokenOutputs, Watch,
+                        pack_ids, unpack_ids)
+from ..text import Detokenizer, StopFilter
+from .wire import Start, decode_to_detokenizer, encode, read_socket, resolve, run_worker, write_socket
+
+log = logging.getLogger(__name__)
+
+
+def first_logprobs(logprobs: Logprobs | None, n: int) -> Logprobs | None:
+    """Those of the first `n` tokens."""
+    if logprobs is None:
+        return None
+    wide = 4 * n * logprobs.k
+    return Logprobs(logprobs.chosen[:4 * n], logprobs.k, logprobs.top_ids[:wide], logprobs.top[:wide])
+
+
+class _Request:
+    """One request's way from ids to text."""
+
+    def __init__(self, tokenizer: Any, watch: Watch):
+        self.watch = watch
+        self.count = 0
+        self.detokenizer = Detokenizer(tokenizer, watch.skip_special)
+        self.filter = StopFilter(watch.stop, watch.include_stop) if watch.stop else None
+
+    def push(self, output: TokenOutput) -> TextOutput:
+        """The text of one output; its finish is "stop" as soon as a stop string is complete."""
+        ids = unpack_ids(output.tokens)
+        ends_by_id = output.stop_id >= 0
+        text, used, matched = self._read(ids[:-1] if ends_by_id and not self.watch.include_stop else ids)
+        if matched is None:
+            used = len(ids)
+            if output.finish is not None:
+                tail, matched = self._flush()
+                text += tail
+        self.count += used
+        reason = matched if matched is not None else str(output.stop_id) if ends_by_id else None
+        return TextOutput(
+            output.id, text, output.tokens if used == len(ids) else pack_ids(ids[:used]),
+            finish=output.finish if matched is None else "stop", stop_reason=reason,
+            prompt_tokens=output.prompt_tokens, cached_tokens=output.cached_tokens, completion_tokens=self.count,
+            logprobs=output.logprobs if used == len(ids) else first_logprobs(output.logprobs, used),
+            prompt_logprobs=output.prompt_logprobs,
+            error=output.error, status=output.status, code=output.code, param=output.param)
+
+    def _read(self, ids: Any) -> tuple[str, int, str | None]:
+        """Text, number of ids used and the stop string met. With stop strings id by id, to find the one that ends it."""
+        if self.filter is None:
+            return self.detokenizer.push(ids), len(ids), None
+        text = ""
+        for i in range(len(ids)):
+            piece, matched = self.detokenizer.push(ids[i:i + 1]), None
+            if self.count + i >= self.watch.min_tokens:
+                piece, matched = self.filter.push(piece)
+            text += piece
+            if matched is not None:
+                return text, i + 1, matched
+        return text, len(ids), None
+
+    def _flush(self) -> tuple[str, str | None]:
+        tail = self.detokenizer.flush()
+        if self.filter is None:
+            return tail, None
+        tail, matched = self.filter.push(tail)
+        return (tail, matched) if matched is not None else (tail + self.filter.flush(), None)
+
+
+class DetokenizerState:
+    """All running requests. One that has ended is forgotten, and what still arrives for it is dropped."""
+
+    def __init__(self, tokenizer: Any):
+        self.tokenizer = tokenizer
+        self._requests: dict[str, _Request] = {}
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def watch(self, watch: Watch) -> None:
+        """Know a request; must come before its first output."""
+        self._requests[watch.id] = _Request(self.tokenizer, watch)
+
+    def handle(self, batch: TokenOutputs) -> tuple[TextOutputs, tuple[str, ...]]:
+        """Texts of a step, and the ids of requests that a stop string ended: the scheduler must be told to stop them."""
+        texts, stops = [], []
+        for output in batch.outputs:
+            request = self._requests.get(output.id)
+            if request is None:
+                continue
+            try:
+                text = request.push(output)
+            except Exception as error:  # one request's odd ids must not end everybody's
+                log.exception("request %s cannot be turned into text", output.id)
+                text = TextOutput(output.id, "", output.tokens, finish="error",
+                                  error=f"tokens cannot be turned into text: {error}")
+            if text.finish is not None:
+                del self._requests[output.id]
+                if output.finish is None:
+                    stops.append(output.id)
+            texts.append(text)
+        return TextOutputs(texts), tuple(stops)
+
+
+def load_tokenizer_of(config: Any) -> Any:
+    """The tokenizer of the configured model."""
+    from ..text import load_tokenizer
+    from ..weights import open_checkpoint
+    from ..weights.sources import resolve_model
+    with open_checkpoint(resolve_model(config.model.model, config.model.revision)) as checkpoint:
+        return load_tokenizer(checkpoint)
+
+
+def serve(start: Start, context: zmq.Context) -> None:
+    """Turn ids into text until the process is told to leave."""
+    inbox = read_socket(context, start.directory, "detokenizer")
+    scheduler = write_socket(context, start.directory, "scheduler")
+    api = write_socket(context, start.directory, "api")
+    load = resolve(start.tokenizer) if start.tokenizer else load_tokenizer_of
+    state = DetokenizerState(load(start.config))
+    # Takes the way through the scheduler, so that its arrival proves that every socket is connected.
+    scheduler.send(encode(Ready("detokenizer")))
+    while True:
+        message = decode_to_detokenizer(inbox.recv())
+        if isinstance(message, TokenOutputs):
+            texts, stops = state.handle(message)
+            if stops:
+                scheduler.send(encode(Abort(stops, "stop")))
+            if texts.outputs:
+                api.send(encode(texts))
+        elif isinstance(message, Watch):
+            state.watch(message)
+        else:
+            api.send(encode(message))
+
+
+if __name__ == "__main__":
+    run_worker("detokenizer", serve)

@@ -1,0 +1,115 @@
+"""Sockets and start-up of the worker processes: what the three of them agree on."""
+from __future__ import annotations
+
+import ctypes
+import importlib
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import Any, Callable
+
+import msgspec
+import zmq
+
+from ..config import Config
+from ..env import debug_level
+from ..messages import Failed, ToApi, ToDetokenizer, ToScheduler
+
+HIGH_WATER_MARK = 4096  # messages that may wait in one direction; a full socket blocks or refuses its sender
+LINGER_MS = 1000        # how long a closing process may deliver its last words
+
+encode = msgspec.msgpack.Encoder().encode
+decode_to_scheduler = msgspec.msgpack.Decoder(ToScheduler).decode
+decode_to_detokenizer = msgspec.msgpack.Decoder(ToDetokenizer).decode
+decode_to_api = msgspec.msgpack.Decoder(ToApi).decode
+
+
+class Start(msgspec.Struct, frozen=True):
+    """The first line on a worker's standard input, as JSON. The pipe stays open: its end means that the parent is gone.
+
+    directory: holds the sockets.  parent: its process id.  engine, tokenizer: "module:attribute" of replacements.
+    """
+
+    directory: str
+    parent: int
+    config: Config
+    engine: str | None = None
+    tokenizer: str | None = None
+
+
+def address(directory: str | Path, role: str) -> str:
+    """Where the process with this role ("api", "scheduler", "detokenizer") reads."""
+    return f"ipc://{Path(directory) / role}"
+
+
+def open_socket(context: zmq.Context, kind: int) -> zmq.Socket:
+    """A bounded PUSH or PULL socket."""
+    socket = context.socket(kind)
+    socket.set_hwm(HIGH_WATER_MARK)
+    socket.linger = LINGER_MS
+    return socket
+
+
+def read_socket(context: zmq.Context, directory: str | Path, role: str) -> zmq.Socket:
+    """The socket on which `role` receives from everybody."""
+    socket = open_socket(context, zmq.PULL)
+    socket.bind(address(directory, role))
+    return socket
+
+
+def write_socket(context: zmq.Context, directory: str | Path, role: str) -> zmq.Socket:
+    """A socket that sends to `role`, which may bind later."""
+    socket = open_socket(context, zmq.PUSH)
+    socket.connect(address(directory, role))
+    return socket
+
+
+def resolve(target: str) -> Any:
+    """The object that "module:attribute" names."""
+    module, _, attribute = target.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def describe(error: BaseException) -> str:
+    """One line for people: deliberate errors speak for themselves, others need their type."""
+    deliberate = type(error).__module__.startswith(__package__.partition(".")[0])
+    return str(error) if deliberate and str(error) else f"{type(error).__name__}: {error}"
+
+
+def start_worker() -> Start:
+    """Read `Start` from standard input and tie this process's life to its parent's.
+
+    The parent alone decides when a worker ends, by closing the pipe: signals that a terminal or a service manager sends
+    to the whole group are ignored. A worker holds nothing worth saving, so it leaves at once.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    start = msgspec.json.decode(sys.stdin.buffer.readline(), type=Start)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: also when a long native call holds the lock
+        if os.getppid() != start.parent:
+            os._exit(1)
+    threading.Thread(target=_leave_with_parent, daemon=True).start()
+    return start
+
+
+def _leave_with_parent() -> None:
+    while sys.stdin.buffer.read(1):
+        pass
+    os._exit(0)
+
+
+def run_worker(role: str, body: Callable[[Start, zmq.Context], None]) -> None:
+    """Start, run `body` and, if it fails, send `Failed` to the API process and exit with code 1."""
+    start = start_worker()
+    context = zmq.Context()
+    try:
+        body(start, context)
+    except BaseException as error:
+        if describe(error) != str(error) or debug_level():
+            sys.excepthook(type(error), error, error.__traceback__)
+        write_socket(context, start.directory, "api").send(encode(Failed(role, describe(error))))
+        context.destroy(LINGER_MS)
+        os._exit(1)
