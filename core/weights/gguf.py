@@ -16,6 +16,7 @@ import numpy as np
 
 from ..errors import CheckpointError
 from ..quant.formats import GGUF_TYPES, GGUF_UNREAD, nbytes
+from .files import map_file
 
 MAX_KEYS = 1 << 16         # metadata entries in one file
 MAX_TENSORS = 1 << 17      # tensors in one file
@@ -53,19 +54,6 @@ class GGUF:
 
     def __repr__(self) -> str:
         return f"GGUF({str(self.path)!r}, {len(self.metadata)} keys, {len(self.tensors)} tensors)"
-
-
-def map_file(path: Path) -> mmap.mmap:
-    """The file's bytes, mapped read-only. Raises `CheckpointError` when it cannot be opened or is empty."""
-    if not path.is_file():
-        raise CheckpointError(f"{path} does not exist or is not a file")
-    try:
-        with open(path, "rb") as file:
-            if path.stat().st_size == 0:
-                raise CheckpointError(f"{path} is empty (0 bytes): download it again")
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
 class _Reader:

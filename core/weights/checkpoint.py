@@ -1,0 +1,183 @@
+"""A model's files as one object: its configuration, and each tensor as a view of mapped bytes under its canonical name."""
+from __future__ import annotations
+
+import mmap
+from collections import Counter
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from ..errors import CheckpointError
+from ..quant.formats import FORMATS, SAFETENSORS_TYPES, nbytes
+from ..specs import RawTensor
+from . import gguf_config
+from .files import read_json
+from .gguf import GGUF, read_split, split_paths
+from .safetensors import INDEX, open_model
+
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+_SIDECARS = ("mmproj", "mtp")  # GGUF files beside a model that are no model of their own
+_FACTORS = "rope_freqs.weight"
+
+
+class Place(NamedTuple):
+    """Where a tensor lies. `heads` > 0: its rows are the interleaved pairs of that many heads."""
+
+    map: mmap.mmap
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    heads: int = 0
+
+
+class Checkpoint:
+    """An opened checkpoint; a context manager.
+
+    config:     in the words of a Hugging Face config.json, whatever the files were.
+    generation: generation_config.json, {} without one.
+    metadata:   of a GGUF file, {} otherwise.
+    norms_include_one: norm weights are stored as 1 + w.
+    """
+
+    def __init__(self, path: Path, kind: Literal["gguf", "safetensors"], config: dict[str, Any],
+                 places: dict[str, Place], metadata: dict[str, Any] | None = None,
+                 generation: dict[str, Any] | None = None, norms_include_one: bool = False):
+        self.path, self.kind, self.config, self._places = path, kind, config, places
+        self.metadata, self.generation = metadata or {}, generation or {}
+        self.norms_include_one = norms_include_one
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(self._places)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors as stored."""
+        return sum(nbytes(p.dtype, p.shape) for p in self._places.values())
+
+    def formats(self) -> dict[str, int]:
+        """How many tensors are stored in each format, the most frequent first."""
+        return dict(Counter(p.dtype for p in self._places.values()).most_common())
+
+    def tensor(self, name: str) -> RawTensor:
+        """The tensor's bytes, a view of the file except where rows must be put in order. Raises `CheckpointError`."""
+        place = self._places.get(name)
+        if place is None:
+            raise CheckpointError(f"{self.path} has no tensor {name!r}; it has {len(self._places)}" +
+                                  (f", among them {min(self._places)!r}" if self._places else ""))
+        return RawTensor(place.dtype, place.shape, _read(place))
+
+    def close(self) -> None:
+        """Give the files back. Views handed out before stay valid and keep their file mapped until they are gone."""
+        maps = {id(p.map): p.map for p in self._places.values()}
+        self._places = {}
+        for mapping in maps.values():
+            try:
+                mapping.close()
+            except BufferError:  # a view is still in use: the mapping goes when the view goes
+                pass
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        formats = ", ".join(f"{n} x {f}" for f, n in self.formats().items())
+        return f"Checkpoint({str(self.path)!r}, {self.config.get('model_type')}, {formats})"
+
+
+def open_checkpoint(path: str | Path) -> Checkpoint:
+    """Open a GGUF file (any part of a split one), or a folder with config.json and safetensors, or with one GGUF model.
+
+    Raises `CheckpointError`, whose message names what is missing, damaged or unsafe, and the way out.
+    """
+    path = Path(path)
+    if path.is_dir():
+        return _open_folder(path)
+    if not path.exists():
+        raise CheckpointError(f"{path} does not exist")
+    if path.suffix == ".safetensors":
+        raise CheckpointError(f"{path} is one file of a model: give its folder, with config.json and the tokenizer")
+    if path.suffix in PICKLES:
+        raise CheckpointError(f"{path.name}: {_pickle_advice()}")
+    return _open_gguf(path)
+
+
+def _open_folder(folder: Path) -> Checkpoint:
+    tensors = list(folder.glob("*.safetensors")) or (folder / INDEX).exists()
+    models = sorted({split_paths(p)[0] for p in folder.glob("*.gguf") if not p.name.startswith(_SIDECARS)})
+    if models and not tensors:
+        if len(models) > 1:
+            raise CheckpointError(f"{folder} holds {len(models)} GGUF models, name one of them: "
+                                  f"{', '.join(p.name for p in models[:8])}")
+        return _open_gguf(models[0])
+    if not tensors:
+        if any(p.suffix in PICKLES for p in folder.iterdir()):
+            raise CheckpointError(f"{folder} has its weights only as pickle files: {_pickle_advice()}")
+        raise CheckpointError(f"{folder} holds no model: expected config.json with *.safetensors, or one .gguf file")
+    if not (folder / "config.json").is_file():
+        raise CheckpointError(f"{folder} has safetensors but no config.json: get it from where the model came from")
+    config = read_json(folder / "config.json")
+    extra = folder / "generation_config.json"
+    places = {}
+    for name, file in open_model(folder):
+        entry = file.tensors[name]
+        places[name] = Place(file.map, SAFETENSORS_TYPES[entry.dtype], entry.shape, file.base + entry.begin)
+    return Checkpoint(folder, "safetensors", config, places, generation=read_json(extra) if extra.is_file() else None)
+
+
+def _pickle_advice() -> str:
+    return "pickle can run code and is never loaded; convert to safetensors (save_pretrained of transformers does)"
+
+
+def _open_gguf(path: Path) -> Checkpoint:
+    parts = read_split(path)
+    metadata = parts[0].metadata
+    arch = gguf_config.arch_of(metadata)
+    where: dict[str, GGUF] = {name: part for part in parts for name in part.tensors}
+    shapes = {name: part.tensors[name].shape for name, part in where.items()}
+    config = gguf_config.translate(metadata, shapes, _factors(where[_FACTORS]) if _FACTORS in where else None)
+    places: dict[str, Place] = {}
+    for name, part in where.items():
+        if name == _FACTORS:
+            continue
+        info, canonical = part.tensors[name], gguf_config.canonical_name(name, arch.model_type)
+        if canonical in places:
+            raise CheckpointError(f"{part.path}: tensor {name!r} means {canonical!r}, which another tensor is already")
+        heads = 0
+        if arch.permuted and gguf_config.heads_key(name):
+            heads = config.get(gguf_config.heads_key(name), 0)
+            _check_heads(f"{part.path}: tensor {name!r}", info.shape, info.dtype, heads)
+        places[canonical] = Place(part.map, info.dtype, info.shape, info.offset, heads)
+    return Checkpoint(path, "gguf", config, places, metadata, norms_include_one=arch.norms_include_one)
+
+
+def _factors(part: GGUF) -> np.ndarray:
+    """The divisors of the angular frequencies that Llama 3.x files store, float32 [head_dim / 2]."""
+    info = part.tensors[_FACTORS]
+    if info.dtype != "f32" or len(info.shape) != 1 or info.shape[0] > 4096:
+        raise CheckpointError(f"{part.path}: {_FACTORS} is {info.dtype} of shape {info.shape}, not f32 [head_dim / 2]")
+    factors = np.frombuffer(part.map, "<f4", info.shape[0], info.offset)
+    if not (np.isfinite(factors) & (factors > 0)).all():
+        raise CheckpointError(f"{part.path}: {_FACTORS} has values that are not finite numbers above 0")
+    return factors
+
+
+def _check_heads(where: str, shape: tuple[int, ...], dtype: str, heads: int) -> None:
+    plain = FORMATS[dtype].block == 1
+    if not heads or not shape or shape[0] == 0 or shape[0] % (2 * heads) or (len(shape) == 1 and not plain):
+        raise CheckpointError(f"{where} is {dtype} of shape {shape}, which {heads} heads of an even size cannot share")
+
+
+def _read(place: Place) -> np.ndarray:
+    """uint8 bytes in the order of the logical shape."""
+    data = np.frombuffer(place.map, np.uint8, nbytes(place.dtype, place.shape), place.offset)
+    if not place.heads:
+        return data
+    # Row 2i + j of a head in the file is row j * head_dim / 2 + i of the model; a row is whole blocks of bytes.
+    row = data.size // place.shape[0]
+    pairs = data.reshape(place.heads, -1, 2, row)
+    return pairs.swapaxes(1, 2).reshape(-1)
