@@ -1,17 +1,29 @@
 """Every setting there is, in typed groups. One flag, environment variable and YAML key is derived from each field.
 
-A field's metadata: `help` (one sentence), `flag` (when it differs from the name), `choices`, `unit`. Resolution and who
+A field's metadata: `help` (one sentence), `choices`, `unit` ("bytes" = a size such as 4GiB), `least`, `most`. Resolution and who
 set what is the business of `core.cli.settings`; `None` or "auto" means that the engine decides at start and reports it.
 """
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
+SIZE_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+              "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
 
 def setting(default: Any, help: str, **more: Any) -> Any:
-    """A dataclass field with its help text and optional `flag`, `choices`, `unit`."""
+    """A dataclass field with its help text and optional `choices`, `unit`, `least`, `most`."""
     return field(default=default, metadata={"help": help, **more})
+
+
+def size_bytes(text: str) -> int:
+    """"4GiB" -> 4294967296. Raises ValueError for what is not a number with one of `SIZE_UNITS`."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    if not match or match[2].upper() not in SIZE_UNITS:
+        raise ValueError(f"{text!r} is not a size, such as 512MiB, 4GiB or 4GB")
+    return int(float(match[1]) * SIZE_UNITS[match[2].upper()])
 
 
 @dataclass(frozen=True)
@@ -22,7 +34,7 @@ class ModelSettings:
     served_model_name: str | None = setting(None, "name that clients use; the model's own name by default")
     revision: str | None = setting(None, "branch, tag or commit of a hub model")
     dtype: str = setting("auto", "compute dtype", choices=("auto", "float32", "bfloat16"))
-    max_model_len: int | None = setting(None, "longest prompt plus output, in tokens; the model's own limit by default")
+    max_model_len: int | None = setting(None, "longest prompt plus output, in tokens; the model's own limit by default", least=2)
     chat_template: str | None = setting(None, "file with a Jinja chat template that replaces the model's own")
     strict: bool = setting(False, "refuse to start when a weight's format has no kernel and would be expanded")
 
@@ -31,8 +43,9 @@ class ModelSettings:
 class CacheSettings:
     """Pages of K and V, and the prefix cache over them."""
 
-    page_size: int | None = setting(None, "tokens in a page; the platform's default unless set")
-    kv_cache_memory: str | None = setting(None, "memory for K and V, such as 4GiB; a share of free memory by default")
+    page_size: int | None = setting(None, "tokens in a page; the platform's default unless set", least=1)
+    kv_cache_memory: str | None = setting(None, "memory for K and V, such as 4GiB; a share of free memory by default",
+                                          unit="bytes")
     prefix_cache: bool = setting(True, "reuse K and V of prompts that share a prefix")
     eviction_policy: str = setting("lru", "which cached pages go first when memory is short")
 
@@ -41,13 +54,13 @@ class CacheSettings:
 class SchedulerSettings:
     """How requests share the device."""
 
-    max_running_requests: int = setting(256, "requests computed at once")
-    max_queued_requests: int = setting(2048, "requests waiting at once; one more is answered 429")
-    chunked_prefill_size: int = setting(512, "prompt tokens computed in one step at most")
+    max_running_requests: int = setting(256, "requests computed at once", least=1)
+    max_queued_requests: int = setting(2048, "requests waiting at once; one more is answered 429", least=1)
+    chunked_prefill_size: int = setting(512, "prompt tokens computed in one step at most", least=1)
     schedule_policy: str = setting("lpm", "order of waiting requests: lpm (longest cached prefix first) or fcfs")
     overlap: bool = setting(True, "plan the next step while the device computes the current one")
-    waiting_timeout: float = setting(600.0, "a request that waits longer is answered 503", unit="seconds")
-    running_timeout: float = setting(3600.0, "a request that runs longer is ended", unit="seconds")
+    waiting_timeout: float = setting(600.0, "a request that waits longer is answered 503", unit="seconds", least=0)
+    running_timeout: float = setting(3600.0, "a request that runs longer is ended", unit="seconds", least=0)
 
 
 @dataclass(frozen=True)
@@ -63,15 +76,15 @@ class ServerSettings:
     """HTTP."""
 
     host: str = setting("127.0.0.1", "address to listen on")
-    port: int = setting(8000, "port to listen on; 0 takes a free one")
+    port: int = setting(8000, "port to listen on; 0 takes a free one", least=0, most=65535)
     api_key: str | None = setting(None, "key that clients must send; better set as ISTHMUS_API_KEY than typed")
-    max_body: str = setting("16MiB", "largest request body; a larger one is answered 413")
-    max_n: int = setting(128, "largest n, and most prompts in one completion request")
+    max_body: str = setting("16MiB", "largest request body; a larger one is answered 413", unit="bytes")
+    max_n: int = setting(128, "largest n, and most prompts in one completion request", least=1)
     in_process: bool = setting(False, "run everything in one process, for small machines")
-    drain_timeout: float = setting(30.0, "how long running requests may finish after SIGTERM", unit="seconds")
-    sse_ping: float = setting(15.0, "comment line after this much silence in a stream; 0 = never", unit="seconds")
-    log_level: str = setting("info", "", choices=("debug", "info", "warning", "error"))
-    log_format: str = setting("text", "", choices=("text", "json"))
+    drain_timeout: float = setting(30.0, "how long running requests may finish after SIGTERM", unit="seconds", least=0)
+    sse_ping: float = setting(15.0, "comment line after this much silence in a stream; 0 = never", unit="seconds", least=0)
+    log_level: str = setting("info", "least important messages that are printed", choices=("debug", "info", "warning", "error"))
+    log_format: str = setting("text", "form of the messages on standard error", choices=("text", "json"))
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@
 | ISTHMUS_CACHE   | folder for downloaded models; the system's cache folder for users unless set                     |
 | ISTHMUS_CONFIG  | YAML file with settings, as `--config`                                                           |
 
-Every setting of `core.config` can be given too: `--max-model-len` is ISTHMUS_MAX_MODEL_LEN; `isthmus explain` lists them.
+Every setting can be given too (`--max-model-len` is ISTHMUS_MAX_MODEL_LEN); `isthmus explain` lists them.
 """
 from __future__ import annotations
 

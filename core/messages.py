@@ -4,7 +4,7 @@ msgspec structs, encoded as msgpack; token ids travel as little-endian int32 byt
 """
 from __future__ import annotations
 
-from typing import Literal, Union
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -55,7 +55,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
-    """A new request. `prompt` is packed ids. `domain` keeps cache entries apart (adapter, salt, images); b"" = shared."""
+    """A new request. `prompt`: packed ids. `domain` keeps cache entries apart (adapter, salt, images); b"" = shared."""
 
     id: str
     prompt: bytes
@@ -73,7 +73,7 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
 
 
 class Command(msgspec.Struct, frozen=True, tag=True):
-    """An administrative call, answered by `Reply` with the same `token`. name: "flush_cache", "stats", "ping", "drain"."""
+    """An administrative call, answered by `Reply` with the same `token`. name: "flush_cache", "stats" or "ping"."""
 
     token: str
     name: str
@@ -149,8 +149,8 @@ class TextOutput(msgspec.Struct, frozen=True, array_like=True):
     """New text of one request, after stop strings.
 
     text: complete characters only. tokens: packed ids behind it; a token that ends inside a stop string is counted.
-    finish, logprobs, prompt_*, cached_tokens, error: as in `TokenOutput`. stop_reason: the stop string, or the stop id as
-    text. completion_tokens: all tokens of the request so far.
+    finish, logprobs, prompt_*, cached_tokens, error: as in `TokenOutput`. completion_tokens: of all outputs so far.
+    stop_reason: the stop string, or the stop id as text.
     """
 
     id: str
@@ -205,6 +205,6 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
-ToScheduler = Union[Submit, Abort, Command, Ready]
-ToDetokenizer = Union[Watch, TokenOutputs, Reply, Ready, Progress, Failed]
-ToApi = Union[TextOutputs, Reply, Ready, Progress, Failed]
+ToScheduler = Submit | Abort | Command | Ready
+ToDetokenizer = Watch | TokenOutputs | Reply | Ready | Progress | Failed
+ToApi = TextOutputs | Reply | Ready | Progress | Failed

@@ -5,12 +5,24 @@ import asyncio
 import itertools
 import json
 from abc import ABC, abstractmethod
-from typing import Any, AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 from ..config import Config
 from ..errors import EngineDead, IsthmusError, Overloaded, RequestError
-from ..messages import (Abort, Command, Failed, Progress, Ready, Reply, Submit, TextOutput, TextOutputs, Watch,
-                        request_error)
+from ..messages import (
+    Abort,
+    Command,
+    Failed,
+    Progress,
+    Ready,
+    Reply,
+    Submit,
+    TextOutput,
+    TextOutputs,
+    Watch,
+    request_error,
+)
 
 ProgressCall = Callable[[str, int, int], None]  # stage, done, total
 
@@ -41,7 +53,7 @@ class EngineClient(ABC):
         self._end("closed", "the engine was stopped")
 
     async def generate(self, submit: Submit, watch: Watch) -> AsyncIterator[TextOutput]:
-        """The request's outputs, the last with a finish. A finish "error" is raised as the `RequestError` it stands for.
+        """The request's outputs, the last with a finish. A finish "error" is raised as the `RequestError` it means.
 
         Closing the iterator early, or cancelling its task, aborts the request. `EngineDead` when the engine is gone,
         `Overloaded` (503) while it loads or drains. What waits unread is bounded by the request's own length.
@@ -71,7 +83,7 @@ class EngineClient(ABC):
             self._send(Abort((id,)))
 
     async def command(self, name: str, timeout: float = 60.0) -> dict[str, Any]:
-        """The engine's answer to an administrative call. `IsthmusError` when it refuses, `EngineDead` when it is gone."""
+        """The engine's answer to an administrative call. `IsthmusError` if it refuses, `EngineDead` if it is gone."""
         if self._state != "ready":
             raise EngineDead(self._reason)
         token = f"{name}-{next(self._tokens)}"

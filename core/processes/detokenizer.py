@@ -1,4 +1,4 @@
-"""The detokenizer: token ids to text, request by request. `DetokenizerState` knows no socket; `serve` is the process."""
+"""Token ids to text, request by request. `DetokenizerState` knows no socket; `serve` is the process."""
 from __future__ import annotations
 
 import logging
@@ -6,8 +6,18 @@ from typing import Any
 
 import zmq
 
-from ..messages import (Abort, Logprobs, Ready, TextOutput, TextOutputs, TokenOutput, TokenOutputs, Watch,
-                        pack_ids, unpack_ids)
+from ..messages import (
+    Abort,
+    Logprobs,
+    Ready,
+    TextOutput,
+    TextOutputs,
+    TokenOutput,
+    TokenOutputs,
+    Watch,
+    pack_ids,
+    unpack_ids,
+)
 from ..text import Detokenizer, StopFilter
 from .wire import Start, decode_to_detokenizer, encode, read_socket, resolve, run_worker, write_socket
 
@@ -52,7 +62,7 @@ class _Request:
             error=output.error, status=output.status, code=output.code, param=output.param)
 
     def _read(self, ids: Any) -> tuple[str, int, str | None]:
-        """Text, number of ids used and the stop string met. With stop strings id by id, to find the one that ends it."""
+        """Text, number of ids used, stop string met. With stop strings id by id, to find the one that ends."""
         if self.filter is None:
             return self.detokenizer.push(ids), len(ids), None
         text = ""
@@ -88,7 +98,7 @@ class DetokenizerState:
         self._requests[watch.id] = _Request(self.tokenizer, watch)
 
     def handle(self, batch: TokenOutputs) -> tuple[TextOutputs, tuple[str, ...]]:
-        """Texts of a step, and the ids of requests that a stop string ended: the scheduler must be told to stop them."""
+        """Texts of a step, and the ids of requests that a stop string ended, which the scheduler must be told."""
         texts, stops = [], []
         for output in batch.outputs:
             request = self._requests.get(output.id)

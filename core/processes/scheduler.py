@@ -1,8 +1,9 @@
-"""The scheduler: feeds an engine and sends what it computes. `SchedulerState` knows no socket; `serve` is the process."""
+"""Feeds an engine and sends what it computes. `SchedulerState` knows no socket; `serve` is the process."""
 from __future__ import annotations
 
 import logging
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import zmq

@@ -10,7 +10,7 @@ import zmq.asyncio
 
 from ..config import Config
 from ..errors import EngineDead, Overloaded
-from ..messages import Failed, Ready, Submit, Watch
+from ..messages import Ready, Submit, Watch
 from .client import EngineClient, ProgressCall
 from .wire import decode_to_api, encode, read_socket, write_socket
 from .workers import ROLES, Workers, describe_exit
