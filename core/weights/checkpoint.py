@@ -1,4 +1,4 @@
-"""A model's files as one object: its configuration, and each tensor as a view of mapped bytes under its canonical name."""
+"""A model's files as one object: its configuration, and each tensor as mapped bytes under its canonical name."""
 from __future__ import annotations
 
 import mmap
