@@ -1,7 +1,6 @@
 """From an open checkpoint to a model on a platform: everything is checked before the first weight is placed."""
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -92,18 +91,10 @@ def stacks(layout: Layout) -> Iterator[Stack]:
 
 
 def _eos_ids(checkpoint: Any, config: ModelConfig) -> tuple[int, ...]:
-    """Ids that end a text: generation_config.json or the GGUF metadata where they say so, else the configuration."""
-    found = [checkpoint.metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
-    path = Path(checkpoint.path) / "generation_config.json"
-    if path.is_file():
-        try:
-            generation = json.loads(path.read_text("utf-8"))
-        except (ValueError, RecursionError) as error:
-            raise CheckpointError(f"{path} is not JSON: {error}") from error
-        listed = Fields(generation, path.name).get("eos_token_id", ())
-        found += listed if isinstance(listed, list) else [listed] if listed != () else []
-    ids = [i for i in found if i is not None]
-    return eos_ids(ids, config.vocab_size) if ids else config.eos_ids
+    """Ids that end a text: from generation_config.json where it has some, else from the configuration."""
+    generation = Fields(checkpoint.generation, "generation_config.json")
+    listed = generation.get("eos_token_id", None)
+    return config.eos_ids if listed is None else eos_ids(listed, config.vocab_size)
 
 
 def _tensor_names(names: frozenset[str]) -> dict[str, str]:

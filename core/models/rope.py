@@ -48,7 +48,7 @@ def rope_parameters(config: Mapping[str, Any], layer_type: str | None = None) ->
     nested = any(isinstance(v, Mapping) for v in params.values())
     if nested:
         if not isinstance(params.get(layer_type), Mapping):
-            raise CheckpointError(f"rope_parameters has no entry for {layer_type!r}, only {', '.join(map(str, params))}")
+            raise CheckpointError(f"rope_parameters lacks {layer_type!r}, it has {', '.join(map(str, params))}")
         params = params[layer_type]
     elif not params:
         params = Fields(whole.get("rope_scaling", {}), "rope_scaling").values

@@ -1,0 +1,78 @@
+"""Every architecture against `transformers` on a tiny random model: prefill, chunks, decode and mixed batches."""
+from __future__ import annotations
+
+import functools
+import random
+
+import numpy as np
+import pytest
+
+from .harness import Runner
+from .tiny import KINDS, hf_logits, tiny_model
+
+TOLERANCE = 1e-4
+CASES = [(kind, *target) for kind in KINDS for target in (("reference", "f64"), ("reference", "f32"), ("cpu", "f32"))]
+
+
+def tokens(count: int, seed: int = 0) -> list[int]:
+    return random.Random(seed).choices(range(131), k=count)
+
+
+@functools.cache
+def expected(kind: str, count: int, seed: int = 0) -> np.ndarray:
+    return hf_logits(kind, tokens(count, seed)).numpy()
+
+
+def runner(kind: str, platform: str, dtype: str) -> Runner:
+    return Runner(platform, tiny_model(kind), dtype, page_size=4)
+
+
+def close(have: np.ndarray, want: np.ndarray) -> None:
+    assert have.shape == want.shape
+    assert np.abs(want).max() > 1, "the model says nothing: a wrong answer would pass"
+    assert np.abs(have - want).max() < TOLERANCE
+
+
+@pytest.mark.parametrize("kind,platform,dtype", CASES)
+def test_whole_prefill_then_decode(kind, platform, dtype):
+    run, text, want = runner(kind, platform, dtype), tokens(45), expected(kind, 45)
+    close(run.logits((1, text[:37]))[0], want[:37])
+    for i in range(37, 45):
+        close(run.logits((1, text[i:i + 1]))[0], want[i:i + 1])
+
+
+@pytest.mark.parametrize("size", [2, 5, 16])
+@pytest.mark.parametrize("kind,platform,dtype", CASES)
+def test_chunked_prefill(kind, platform, dtype, size):
+    run, text = runner(kind, platform, dtype), tokens(45)
+    have = [run.logits((1, text[i:i + size]))[0] for i in range(0, 45, size)]
+    close(np.concatenate(have), expected(kind, 45))
+
+
+@pytest.mark.parametrize("kind,platform,dtype", CASES)
+def test_ragged_prefill_and_decode_in_one_batch(kind, platform, dtype):
+    run = runner(kind, platform, dtype)
+    a, b, c = (tokens(30, seed) for seed in (1, 2, 3))
+    want_a, want_b, want_c = (expected(kind, 30, seed) for seed in (1, 2, 3))
+    first = run.logits((1, a[:11]), (2, b[:5]))
+    close(first[0], want_a[:11])
+    close(first[1], want_b[:5])
+    mixed = run.logits((3, c[:17]), (1, a[11:12]), (2, b[5:19]))
+    close(mixed[0], want_c[:17])
+    close(mixed[1], want_a[11:12])
+    close(mixed[2], want_b[5:19])
+    last = run.logits((2, b[19:20]), (3, c[17:18]), (1, a[12:30]))
+    close(last[0], want_b[19:20])
+    close(last[1], want_c[17:18])
+    close(last[2], want_a[12:30])
+
+
+@pytest.mark.parametrize("kind,platform,dtype", [c for c in CASES if c[1:] != ("reference", "f64")])
+def test_greedy_from_state(kind, platform, dtype):
+    """Decode steps whose input token is -1 (taken from the State) continue as the logits say."""
+    run = runner(kind, platform, dtype)
+    prompts = [tokens(9, 4), tokens(14, 5)]
+    have = run.greedy(prompts, 8)
+    for prompt, row in zip(prompts, have, strict=True):
+        want = hf_logits(kind, prompt + row.tolist()).numpy()[len(prompt) - 1:-1]
+        assert np.array_equal(row, want.argmax(-1))
