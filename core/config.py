@@ -1,7 +1,8 @@
 """Every setting there is, in typed groups. One flag, environment variable and YAML key is derived from each field.
 
-A field's metadata: `help` (one sentence), `choices`, `unit` ("bytes" = a size such as 4GiB), `least`, `most`. Resolution and who
-set what is the business of `core.cli.settings`; `None` or "auto" means that the engine decides at start and reports it.
+A field's metadata: `help` (one sentence), `choices`, `unit` ("bytes" = a size such as 4GiB), `least`, `most`.
+Resolution and who set what is the business of `core.cli.settings`; `None` or "auto" means that the engine decides at
+start and reports it.
 """
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ class ModelSettings:
     served_model_name: str | None = setting(None, "name that clients use; the model's own name by default")
     revision: str | None = setting(None, "branch, tag or commit of a hub model")
     dtype: str = setting("auto", "compute dtype", choices=("auto", "float32", "bfloat16"))
-    max_model_len: int | None = setting(None, "longest prompt plus output, in tokens; the model's own limit by default", least=2)
+    max_model_len: int | None = setting(None, "longest prompt plus output, in tokens; the model's own limit by default",
+                                        least=2)
     chat_template: str | None = setting(None, "file with a Jinja chat template that replaces the model's own")
     strict: bool = setting(False, "refuse to start when a weight's format has no kernel and would be expanded")
 
@@ -82,8 +84,10 @@ class ServerSettings:
     max_n: int = setting(128, "largest n, and most prompts in one completion request", least=1)
     in_process: bool = setting(False, "run everything in one process, for small machines")
     drain_timeout: float = setting(30.0, "how long running requests may finish after SIGTERM", unit="seconds", least=0)
-    sse_ping: float = setting(15.0, "comment line after this much silence in a stream; 0 = never", unit="seconds", least=0)
-    log_level: str = setting("info", "least important messages that are printed", choices=("debug", "info", "warning", "error"))
+    sse_ping: float = setting(15.0, "comment line after this much silence in a stream; 0 = never", unit="seconds",
+                              least=0)
+    log_level: str = setting("info", "least important messages that are printed",
+                             choices=("debug", "info", "warning", "error"))
     log_format: str = setting("text", "form of the messages on standard error", choices=("text", "json"))
 
 

@@ -1,0 +1,194 @@
+"""Where each setting's value comes from: default < YAML file < environment < command line."""
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import Field, dataclass, fields, replace
+from pathlib import Path
+from types import UnionType
+from typing import Any, get_args, get_type_hints
+
+from ..config import Config, size_bytes
+from ..env import PREFIX, VARIABLES
+from ..errors import ConfigError
+
+SECRET = ("api_key",)
+FLAGS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One field of a group of `Config`, as a flag, a variable and a YAML key."""
+
+    group: str
+    field: Field[Any]
+    type: type
+    optional: bool
+
+    @property
+    def name(self) -> str:
+        return self.field.name
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def variable(self) -> str:
+        return PREFIX + self.name.upper()
+
+    def meta(self, key: str) -> Any:
+        """`help`, `choices`, `unit`, `least` or `most` of the field; None when it has none."""
+        return self.field.metadata.get(key)
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A configuration, and for each setting by name who set it."""
+
+    config: Config
+    origin: dict[str, str]
+
+
+def list_settings() -> dict[str, Setting]:
+    """Every setting by name; names are unique over the groups."""
+    found = {}
+    for group in fields(Config):
+        kind = type(getattr(Config(), group.name))
+        hints = get_type_hints(kind)
+        for field in fields(kind):
+            hint = hints[field.name]
+            options = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+            real = next(o for o in options if o is not type(None))
+            found[field.name] = Setting(group.name, field, getattr(real, "__origin__", real), type(None) in options)
+    return found
+
+
+def suggest(word: str, known: Iterable[str], likeness: float = 0.6) -> str:
+    """"; did you mean x?" for the closest known word, or nothing."""
+    close = difflib.get_close_matches(word, list(known), 1, likeness)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def check(setting: Setting, value: Any, label: str) -> Any:
+    """The value in the setting's own type. `label` says where it was given; `ConfigError` names it and the way out."""
+    if setting.optional and value in (None, ""):
+        return None
+    try:
+        value = _convert(setting.type, value)
+        if setting.meta("unit") == "bytes":
+            size_bytes(value)
+    except ValueError as error:
+        raise ConfigError(f"{label}: {error}") from None
+    choices, least, most = setting.meta("choices"), setting.meta("least"), setting.meta("most")
+    if choices and value not in choices:
+        raise ConfigError(f"{label}: {value!r} is not one of {', '.join(choices)}{suggest(value, choices)}")
+    if (least is not None and value < least) or (most is not None and value > most):
+        limits = f"at least {least}" if most is None else f"between {least} and {most}"
+        raise ConfigError(f"{label}: {value} is out of range, it must be {limits}")
+    return value
+
+
+def _convert(kind: type, value: Any) -> Any:
+    words = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", tuple: "a list of texts"}
+    plain = isinstance(value, str | int | float) and not isinstance(value, bool)
+    found = None
+    if kind is bool and isinstance(value, str | bool):
+        found = FLAGS.get(str(value).lower())
+    elif kind is str and plain:
+        found = str(value)
+    elif kind is int and plain:
+        found = int(value) if re.fullmatch(r"[+-]?\d{1,18}", str(value)) else None
+    elif kind is float and plain:
+        found = float(value) if re.fullmatch(r"[+-]?\d{1,18}(\.\d*)?", str(value)) else None
+    elif kind is tuple:
+        items = re.split(r"\s*,\s*", value) if isinstance(value, str) else value
+        if isinstance(items, list | tuple) and all(isinstance(item, str) for item in items):
+            found = tuple(items)
+    if found is None:
+        raise ValueError(f"{value!r} is not {words[kind]}")
+    return found
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """Settings of a YAML file by name. Keys may be given flat or under their group, with - or _."""
+    import yaml
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"--config {path}: {' '.join(str(error).split())}") from None
+    if data is None:
+        return {}
+    if not isinstance(data, dict):
+        raise ConfigError(f"--config {path}: settings are expected as `name: value`, not a {type(data).__name__}")
+    known = list_settings()
+    groups = {s.group for s in known.values()}
+    found: dict[str, Any] = {}
+    for key, value in data.items():
+        if key in groups and isinstance(value, dict):
+            entries = {k: (v, key) for k, v in value.items()}
+        else:
+            entries = {key: (value, None)}
+        for name, (entry, group) in entries.items():
+            plain = str(name).replace("-", "_")
+            if plain not in known or group not in (None, known[plain].group):
+                allowed = [n for n, s in known.items() if group in (None, s.group)] + ([] if group else sorted(groups))
+                place = f" in {group}" if group else ""
+                raise ConfigError(f"{path}: there is no setting {str(name)!r}{place}{suggest(plain, allowed)}")
+            found[plain] = entry
+    return found
+
+
+def read_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Settings among the variables, by name.
+
+    A value like tcp://10.0.0.1:80 is left out: Kubernetes sets one for every service, so also for one named isthmus.
+    """
+    return {s.name: environment[s.variable] for s in list_settings().values()
+            if s.variable in environment and not environment[s.variable].startswith(("tcp://", "udp://"))}
+
+
+def unknown_variables(environment: Mapping[str, str]) -> list[str]:
+    """Warnings for variables that look like settings and are none."""
+    known = [s.variable for s in list_settings().values()] + list(VARIABLES)
+    return [f"{name} is not a setting{hint}" for name in sorted(environment)
+            if name.startswith(PREFIX) and name not in known and (hint := suggest(name, known, 0.85))]
+
+
+def resolve(flags: Mapping[str, Any], environment: Mapping[str, str] | None = None,
+            file: Path | None = None) -> Resolved:
+    """Put the sources together. `flags` has only what was given on the command line, by setting name."""
+    environment = os.environ if environment is None else environment
+    if file is None and environment.get("ISTHMUS_CONFIG"):
+        file = Path(environment["ISTHMUS_CONFIG"])
+    known = list_settings()
+    config, origin = Config(), dict.fromkeys(known, "default")
+    sources = ((f"file {file}", read_file(file) if file else {}, lambda s: f"{file}: {s.name}"),
+               ("environment", read_environment(environment), lambda s: s.variable),
+               ("command line", flags, lambda s: s.flag))
+    for source, values, label in sources:
+        for name, value in values.items():
+            setting = known[name]
+            group = replace(getattr(config, setting.group), **{name: check(setting, value, label(setting))})
+            config = replace(config, **{setting.group: group})
+            origin[name] = f"{source} {setting.variable}" if source == "environment" else source
+    return Resolved(config, origin)
+
+
+def value_of(config: Config, setting: Setting) -> Any:
+    """A setting's value in a configuration."""
+    return getattr(getattr(config, setting.group), setting.name)
+
+
+def shown(config: Config, setting: Setting) -> str:
+    """The value for people; secrets are hidden."""
+    value = value_of(config, setting)
+    if value is None or value == ():
+        return "-"
+    if setting.name in SECRET:
+        return "(hidden)"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return ", ".join(value) if isinstance(value, tuple) else f"{value:g}" if isinstance(value, float) else str(value)
