@@ -127,7 +127,7 @@ def _list(names: set[str], limit: int = 8) -> str:
 def _check_shapes(layout: Layout, names: Mapping[str, str], checkpoint: Any) -> None:
     for stack in stacks(layout):
         for name, shape in zip(stack.spec.names, stack.shapes, strict=True):
-            have = tuple(checkpoint.tensor(names[name]).shape)
+            _, have = checkpoint.describe(names[name])
             if have != shape:
                 raise CheckpointError(f"{names[name]} has shape {list(have)}, the configuration says {list(shape)}")
 
@@ -143,7 +143,7 @@ def _check_attention(config: ModelConfig, platform: Any, manifest: Manifest, dty
 def _format_reasons(layout: Layout, names: Mapping[str, str], checkpoint: Any, platform: Any, manifest: Manifest,
                     dtype: str) -> dict[str, str | None]:
     """Quantized format -> None if the platform keeps it, else why it must be expanded."""
-    formats = {checkpoint.tensor(names[name]).dtype for stack in stacks(layout) for name in stack.spec.names}
+    formats = {checkpoint.describe(names[name])[0] for stack in stacks(layout) for name in stack.spec.names}
     reasons: dict[str, str | None] = {}
     for name in sorted(formats - set(DENSE)):
         reasons[name] = f"{manifest.name} has no kernel for it"

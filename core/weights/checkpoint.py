@@ -62,11 +62,20 @@ class Checkpoint:
 
     def tensor(self, name: str) -> RawTensor:
         """The tensor's bytes, a view of the file except where rows must be put in order. Raises `CheckpointError`."""
+        place = self._place(name)
+        return RawTensor(place.dtype, place.shape, _read(place))
+
+    def describe(self, name: str) -> tuple[str, tuple[int, ...]]:
+        """Format and logical shape of a tensor, without touching its bytes. Raises `CheckpointError`."""
+        place = self._place(name)
+        return place.dtype, place.shape
+
+    def _place(self, name: str) -> Place:
         place = self._places.get(name)
         if place is None:
             raise CheckpointError(f"{self.path} has no tensor {name!r}; it has {len(self._places)}" +
                                   (f", among them {min(self._places)!r}" if self._places else ""))
-        return RawTensor(place.dtype, place.shape, _read(place))
+        return place
 
     def close(self) -> None:
         """Give the files back. Views handed out before stay valid and keep their file mapped until they are gone."""
