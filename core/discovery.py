@@ -5,10 +5,11 @@ Listing imports nothing; loading imports one platform only, so a broken library 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import Any, Mapping
+from typing import Any
 
 from .platform import INTERFACE_VERSION, Manifest, Platform, Unavailable
 from .registry import RegistrationError, signature_gaps

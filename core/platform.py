@@ -9,11 +9,12 @@ configuration, never over data or platform.
 """
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Callable, Mapping, Protocol, Sequence
+from typing import Any, Protocol
 
 from .plan import Batch, Bias, Mask, Out, Penalties, Sampling, StepResult
-from .specs import (AttentionSpec, Bucket, Buckets, LayerState, MoESpec, RawTensor, RopeSpec, StateSpec, WeightSpec)
+from .specs import AttentionSpec, Bucket, Buckets, LayerState, MoESpec, RawTensor, RopeSpec, StateSpec, WeightSpec
 
 __all__ = ["INTERFACE_VERSION", "AttentionSpec", "Batch", "Bias", "Bucket", "Buckets", "LayerState", "Manifest", "Mask",
            "MoESpec", "Ops", "Out", "Penalties", "Platform", "RawTensor", "RopeSpec", "Sampling", "State", "StateSpec",
@@ -47,6 +48,7 @@ class Manifest:
                     shapes; "T2" logits within tolerance of the reference.
     rank:           preference when several platforms can run and none was named; the highest is taken. The reference
                     is 0, a host processor 10, an accelerator 20.
+    kv_share:       share of the memory left after the weights that K and V may take unless the user says otherwise.
     details:        further facts for people (threads, driver, library versions).
     """
 
@@ -64,6 +66,7 @@ class Manifest:
     determinism: str
     max_top_logprobs: int = 20
     rank: int = 0
+    kv_share: float = 0.25
     details: Mapping[str, str] = field(default_factory=dict)
 
 

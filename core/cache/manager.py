@@ -1,0 +1,92 @@
+"""Pages for requests: cached prefixes out of the radix tree, fresh pages out of the pool, eviction between the two.
+
+The pages of a running request, front to back:
+
+    row[: shared]         the tree's, under the lock of the request's node
+    row[shared : count]   its own, until `commit` hands full ones to the tree
+"""
+from __future__ import annotations
+
+import numpy as np
+
+from .pool import TREE, PagePool
+from .radix import Node, RadixTree
+
+
+class CacheManager:
+    """Pool and tree as one. `enabled` False keeps the tree empty: every prompt is computed."""
+
+    def __init__(self, pages: int, page_size: int, policy: str = "lru", enabled: bool = True, strict: bool = False):
+        self.pool = PagePool(pages, strict)
+        self.tree = RadixTree(page_size, policy)
+        self.page_size, self.enabled, self._policy = page_size, enabled, policy
+        self.evicted_pages = 0
+
+    @property
+    def available(self) -> int:
+        """Pages that a request could get now: free ones and those in the tree that nothing protects."""
+        return self.pool.free + self.tree.evictable
+
+    def cached_tokens(self, tokens: np.ndarray, domain: bytes) -> int:
+        """Tokens of the prefix that `acquire` would find, without touching anything."""
+        return self.tree.peek(tokens.tobytes(), domain) * self.page_size if self.enabled else 0
+
+    def acquire(self, tokens: np.ndarray, domain: bytes) -> tuple[np.ndarray, Node]:
+        """Lock the longest cached prefix of `tokens` (int32): (its page numbers, the node to give to `forget`)."""
+        _, node = self.tree.match(tokens.tobytes() if self.enabled else b"", domain)
+        self.tree.lock(node)
+        return self.tree.path(node), node
+
+    def forget(self, node: Node) -> None:
+        """Undo `acquire`."""
+        self.tree.unlock(node)
+
+    def take(self, count: int, owner: int) -> np.ndarray | None:
+        """`count` fresh pages for `owner`, evicting cached ones as needed; None (nothing changed) if there are too few."""
+        if count > self.available:
+            return None
+        short = count - self.pool.free
+        if short > 0:
+            evicted = self.tree.evict(short)
+            self.evicted_pages += len(evicted)
+            self.pool.release(evicted, TREE)
+        return self.pool.alloc(count, owner)
+
+    def commit(self, tokens: np.ndarray, row: np.ndarray, shared: int, owner: int, domain: bytes,
+               node: Node) -> tuple[int, Node]:
+        """Hand the full pages of `tokens` to the tree and lock them instead of `node`: (pages now shared, new node).
+
+        `row` (int32, changed in place) are the request's pages. Where another request cached the same tokens first,
+        its pages replace this request's, which go back to the pool: steps run in order, so nothing still reads them.
+        """
+        full = len(tokens) // self.page_size
+        if not self.enabled or full <= shared:
+            return shared, node
+        found, new = self.tree.insert(tokens[:full * self.page_size].tobytes(), row[:full], domain)
+        if found > shared:
+            duplicates = row[shared:found].copy()
+            row[shared:found] = self.tree.path(new)[shared:found]
+            self.pool.release(duplicates, owner)
+        self.pool.transfer(row[max(found, shared):full], owner, TREE)
+        self.tree.lock(new)
+        self.tree.unlock(node)
+        return full, new
+
+    def release(self, row: np.ndarray, shared: int, owner: int, node: Node) -> None:
+        """A request ends: its own pages go back, its prefix is unlocked and stays cached while memory lasts."""
+        self.pool.release(row[shared:], owner)
+        self.tree.unlock(node)
+
+    def flush(self) -> int:
+        """Drop every cached page that no running request uses; how many."""
+        dropped = self.tree.evict(self.tree.evictable)
+        self.pool.release(dropped, TREE)
+        return len(dropped)
+
+    def verify(self, held: dict[int, np.ndarray]) -> None:
+        """The ledger by identity, the tree by structure. `held`: each running request's own pages by owner."""
+        self.tree.check()
+        self.pool.verify(self.tree.pages().tolist(), {owner: pages.tolist() for owner, pages in held.items()})
+        total = self.pool.free + self.tree.evictable + self.tree.protected + self.pool.quarantined
+        total += sum(len(pages) for pages in held.values())
+        assert total == self.pool.capacity, f"{total} pages counted, {self.pool.capacity} exist"

@@ -1,0 +1,209 @@
+"""The loop: plan -> launch -> (while the device works) settle the previous step. One thread calls it.
+
+Nothing here knows a device: the platform gives a manifest, a state and a step; time comes from one clock.
+"""
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from . import startup
+from .cache.manager import CacheManager
+from .config import Config
+from .env import debug_level
+from .messages import FinishReason, Submit, TokenOutput
+from .models.loader import LoadedModel
+from .plan import Out
+from .platform import Manifest, Step
+from .scheduler.admission import Limits
+from .scheduler.batch import build_batch
+from .scheduler.scheduler import Plan, Scheduler
+from .specs import Bucket
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class EngineInfo:
+    """What was chosen and why, for banners, `/server_info` and the other processes. Sizes in bytes."""
+
+    model: str
+    model_path: str
+    served_name: str
+    platform: str
+    platform_reason: str
+    device: str
+    dtype: str
+    kv_dtype: str
+    page_size: int
+    pages: int
+    max_model_len: int
+    vocab_size: int
+    max_running: int
+    kv_bytes: int
+    weight_bytes: int
+    determinism: str
+    policy: str
+    overlap: bool
+    prefix_cache: bool
+    max_top_logprobs: int
+    eos_ids: tuple[int, ...]
+    features: tuple[str, ...]
+    report: tuple[str, ...]
+    load_seconds: float
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class EngineCore:
+    """Model, cache and scheduler on one platform, one step at a time.
+
+    clock: seconds, monotonic; tests pass a virtual one. progress(stage, done, total) is told about loading.
+    """
+
+    def __init__(self, config: Config, progress: Callable[[str, int, int | None], None] | None = None,
+                 clock: Callable[[], float] = time.monotonic):
+        began = time.monotonic()
+        loaded = startup.load(config, progress)
+        self._platform, self._manifest, self._model = loaded.platform, loaded.manifest, loaded.model
+        sizes = loaded.sizes
+        self._page_size, self._overlap, self._clock = sizes.page_size, loaded.overlap, clock
+        self._state = self._platform.alloc(sizes.state, sizes.pages)
+        self._steps: dict[Bucket | None, Step] = {}
+        self._flight: tuple[Plan, Out] | None = None
+        self.cache = CacheManager(sizes.pages, sizes.page_size, config.cache.eviction_policy, config.cache.prefix_cache)
+        self.scheduler = Scheduler(_limits(config, loaded.model, loaded.manifest, sizes), self.cache,
+                                   config.scheduler.schedule_policy)
+        self.steps = 0
+        self.info = _info(config, loaded, time.monotonic() - began)
+        self._warm_up()
+
+    # ---- what callers do
+
+    def submit(self, submit: Submit) -> None:
+        """Queue a request. Raises `RequestError` with the field and number at fault, `Overloaded` when full."""
+        self.scheduler.submit(submit, self._clock())
+
+    def abort(self, ids: Iterable[str], reason: FinishReason = "abort") -> None:
+        """End requests in any state; the next `step` reports them. Unknown ids are ignored."""
+        self.scheduler.abort(ids, reason)
+
+    @property
+    def has_work(self) -> bool:
+        """Is there anything that `step` would do?"""
+        return bool(self._flight or self.scheduler.running or self.scheduler.waiting or self.scheduler.has_ended)
+
+    def step(self) -> list[TokenOutput]:
+        """Launch the next step, then settle the previous one (with overlap) or this one: the new outputs."""
+        plan = self.scheduler.plan(self._clock())
+        previous, self._flight = self._flight, None
+        if plan is not None:
+            try:
+                self._flight = (plan, self._launch(plan))
+            except Exception as error:
+                return self._failed([p for p in (previous and previous[0], plan) if p], error)
+        if not self._overlap:
+            previous, self._flight = self._flight, None
+        if previous is None:
+            return self.scheduler.ended()
+        try:
+            result = previous[1].collect()
+        except Exception as error:
+            plans = [previous[0]] + ([self._flight[0]] if self._flight else [])
+            return self._failed(plans, error)
+        return self.scheduler.settle(previous[0], result)
+
+    def command(self, name: str) -> dict[str, Any]:
+        """Administrative calls: "stats", "flush_cache", "ping", "verify". Raises ValueError for another name."""
+        commands = {"stats": self._stats, "ping": lambda: {}, "verify": self._verify,
+                    "flush_cache": lambda: {"flushed_pages": self.cache.flush()}}
+        if name not in commands:
+            raise ValueError(f"unknown command {name!r}; there are: {', '.join(sorted(commands))}")
+        return commands[name]()
+
+    def close(self) -> None:
+        """Let the device go."""
+        if self._flight:
+            plan, out = self._flight
+            self._flight = None
+            try:
+                out.collect()
+            except Exception as error:
+                self._failed([plan], error)
+        getattr(self._platform, "close", lambda: None)()
+
+    # ---- inside
+
+    def _launch(self, plan: Plan) -> Out:
+        batch, bucket = build_batch(plan, self.scheduler.table, self._page_size, self._manifest.buckets)
+        self.scheduler.advance(plan)
+        step = self._steps.get(bucket)
+        if step is None:
+            step = self._steps[bucket] = self._platform.compile(self._model.forward, self._model.weights, bucket)
+        out, self._state = step(self._state, batch)
+        self.steps += 1
+        if debug_level() >= 2:
+            log.info("step %d: %d tokens, %d decode, %d chunks, %d waiting, pages free %d evictable %d", plan.step,
+                     int(batch.starts[-1]), len(plan.decode), len(plan.chunks), self.scheduler.waiting,
+                     self.cache.pool.free, self.cache.tree.evictable)
+        return out
+
+    def _failed(self, plans: list[Plan], error: Exception) -> list[TokenOutput]:
+        log.exception("step %d failed on %s", plans[-1].step, self._manifest.name, exc_info=error)
+        flight, self._flight = self._flight, None
+        if flight is not None:
+            try:  # it must be off the device before its pages are given to others
+                flight[1].collect()
+            except Exception as second:
+                log.error("step %d failed too: %s", flight[0].step, second)
+        return self.scheduler.fail(plans, f"the step failed on {self._manifest.name}: {error}")
+
+    def _warm_up(self) -> None:
+        """One token through the whole path, so that the first request is not the slow one; it leaves no trace."""
+        from .messages import SamplingParams, pack_ids
+        self.submit(Submit("warm-up", pack_ids([0]), SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)))
+        outputs: list[TokenOutput] = []
+        while self.has_work:
+            outputs += self.step()
+        if outputs and outputs[-1].finish == "error":
+            raise RuntimeError(outputs[-1].error)
+        self.cache.flush()
+        self.scheduler.reset_stats()
+        self.steps = 0
+
+    def _verify(self) -> dict[str, Any]:
+        self.scheduler.verify()
+        return {"verified": True}
+
+    def _stats(self) -> dict[str, Any]:
+        pool, tree = self.cache.pool, self.cache.tree
+        return {**self.scheduler.stats.snapshot(), "running": self.scheduler.running, "waiting": self.scheduler.waiting,
+                "steps": self.steps, "pages_total": pool.capacity, "pages_free": pool.free,
+                "pages_cached": tree.evictable + tree.protected, "pages_evictable": tree.evictable,
+                "pages_used": pool.capacity - pool.free - tree.evictable, "pages_quarantined": pool.quarantined,
+                "ownership_violations": pool.violations, "evicted_pages": self.cache.evicted_pages,
+                "page_size": self._page_size}
+
+
+def _limits(config: Config, model: LoadedModel, manifest: Manifest, sizes: startup.Sizes) -> Limits:
+    s = config.scheduler
+    return Limits(sizes.max_running, s.max_queued_requests, sizes.chunk, sizes.page_size, sizes.max_model_len,
+                  model.config.vocab_size, model.config.eos_ids, max_top_logprobs=manifest.max_top_logprobs,
+                  waiting_timeout=s.waiting_timeout, running_timeout=s.running_timeout)
+
+
+def _info(config: Config, loaded: startup.Loaded, seconds: float) -> EngineInfo:
+    manifest, model, sizes = loaded.manifest, loaded.model, loaded.sizes
+    return EngineInfo(
+        model=model.config.name, model_path=str(loaded.path), served_name=config.model.served_model_name or model.config.name,
+        platform=manifest.name, platform_reason=loaded.reason, device=manifest.device, dtype=loaded.dtype,
+        kv_dtype=sizes.state.dtype, page_size=sizes.page_size, pages=sizes.pages - 1, max_model_len=sizes.max_model_len,
+        vocab_size=model.config.vocab_size, max_running=sizes.max_running, kv_bytes=sizes.pages * sizes.state.page_bytes(),
+        weight_bytes=loaded.weight_bytes, determinism=manifest.determinism, policy=config.scheduler.schedule_policy,
+        overlap=loaded.overlap, prefix_cache=config.cache.prefix_cache, max_top_logprobs=manifest.max_top_logprobs,
+        eos_ids=model.config.eos_ids, features=tuple(sorted(manifest.features)),
+        report=tuple(model.report) + loaded.notes, load_seconds=seconds)

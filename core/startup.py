@@ -1,0 +1,146 @@
+"""What is decided once, at start: platform, model, dtype, and how much memory goes to K and V.
+
+A platform answers questions (its manifest); it never changes a setting. Every choice leaves a line for people.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .config import Config, size_bytes
+from .discovery import choose_platform, load_platform
+from .errors import ConfigError
+from .models.loader import LoadedModel, load_model
+from .platform import Manifest
+from .specs import StateSpec
+from .weights.checkpoint import open_checkpoint
+from .weights.sources import resolve_model
+
+DTYPES = {"float64": "f64", "float32": "f32", "bfloat16": "bf16", "float16": "f16"}
+MAX_KV_DEFAULT = 4 * 2**30  # bytes; more must be asked for, so that a laptop keeps its memory
+Progress = Callable[[str, int, int | None], None]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Pages and limits that fit the memory. `pages` counts page 0."""
+
+    state: StateSpec
+    page_size: int
+    pages: int
+    max_model_len: int
+    max_running: int
+    chunk: int
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A probed platform with a model on it. `notes` say what was decided beyond the settings."""
+
+    platform: Any
+    manifest: Manifest
+    reason: str
+    path: Path
+    model: LoadedModel
+    dtype: str
+    sizes: Sizes
+    overlap: bool
+    weight_bytes: int
+    notes: tuple[str, ...]
+
+
+def load(config: Config, progress: Progress | None = None) -> Loaded:
+    """Do all of it. Raises `Unavailable`, `Unsupported`, `ConfigError` or `CheckpointError` with the way out."""
+    tell = progress or (lambda stage, done, total: None)
+    platform, manifest, reason = claim_platform(config)
+    dtype = compute_dtype(config, manifest)
+    page_size = _page_size(config, manifest)
+    path = Path(resolve_model(config.model.model, config.model.revision, tell))
+    with open_checkpoint(path) as checkpoint:
+        model = load_model(checkpoint, platform, manifest, dtype, config.model.strict,
+                           lambda done, total: tell("load weights", done, total), page_size)
+        weight_bytes = checkpoint.nbytes
+    sizes, notes = fit_memory(config, manifest, model, dtype, page_size, _free_memory(platform, manifest, weight_bytes))
+    overlap = config.scheduler.overlap and "overlap" in manifest.features
+    if config.scheduler.overlap and not overlap:
+        notes.append(f"overlap is off: {manifest.name} finishes each step before the next can be launched")
+    return Loaded(platform, manifest, reason, path, model, dtype, sizes, overlap, weight_bytes, tuple(notes))
+
+
+def claim_platform(config: Config) -> tuple[Any, Manifest, str]:
+    """The platform asked for, or the best there is, probed: (platform, manifest, why this one)."""
+    options = platform_options(config.platform.platform_option)
+    name, reason = config.platform.platform, "named by the user"
+    if name == "auto":
+        name, reason = choose_platform(options)
+    platform = load_platform(name, options)
+    return platform, platform.probe(), reason
+
+
+def platform_options(pairs: tuple[str, ...]) -> dict[str, str]:
+    """("threads=8",) -> {"threads": "8"}."""
+    bad = [p for p in pairs if "=" not in p]
+    if bad:
+        raise ConfigError(f"--platform-option {bad[0]!r} is not of the form key=value, such as threads=8")
+    return dict(p.split("=", 1) for p in pairs)
+
+
+def compute_dtype(config: Config, manifest: Manifest) -> str:
+    """The neck's name of the dtype to compute in: the platform's best unless the user chose."""
+    if config.model.dtype == "auto":
+        return manifest.compute_dtypes[0]
+    dtype = DTYPES[config.model.dtype]
+    if dtype not in manifest.compute_dtypes:
+        raise ConfigError(f"--dtype {config.model.dtype}: {manifest.name} computes in {', '.join(manifest.compute_dtypes)}")
+    return dtype
+
+
+def _page_size(config: Config, manifest: Manifest) -> int:
+    size = config.cache.page_size or manifest.page_sizes[0]
+    if size not in manifest.page_sizes:
+        raise ConfigError(f"--page-size {size}: {manifest.name} offers {', '.join(map(str, sorted(manifest.page_sizes)))}")
+    return size
+
+
+def _free_memory(platform: Any, manifest: Manifest, weight_bytes: int) -> int:
+    """Bytes left after the weights: measured where the platform can, else computed."""
+    if callable(getattr(platform, "memory", None)):
+        return platform.memory()[1]
+    return max(0, manifest.memory_free - weight_bytes)
+
+
+def fit_memory(config: Config, manifest: Manifest, model: LoadedModel, dtype: str, page_size: int,
+               free: int) -> tuple[Sizes, list[str]]:
+    """How many pages there are, and the limits that follow. Raises `ConfigError` with the numbers when none fit."""
+    notes: list[str] = []
+    settings = config.scheduler
+    chunk = settings.chunked_prefill_size
+    running = settings.max_running_requests
+    if manifest.buckets:
+        running = min(running, manifest.buckets.rows[-1])
+        chunk = min(chunk, manifest.buckets.tokens[-1] - running)
+    kv_dtype = dtype if dtype in manifest.kv_dtypes else manifest.kv_dtypes[0]
+    state = StateSpec(model.state_layers, kv_dtype, page_size, running + 1)
+    limit = config.model.max_model_len or model.config.max_position
+    if limit > model.config.max_position:
+        raise ConfigError(f"--max-model-len {limit}: {model.config.name} was made for {model.config.max_position} positions")
+    useful = running * -(-limit // page_size) + 1
+    if config.cache.kv_cache_memory:
+        budget = size_bytes(config.cache.kv_cache_memory)
+    else:
+        budget = min(int(free * manifest.kv_share), MAX_KV_DEFAULT if manifest.kv_share < 0.5 else free)
+    pages = min(useful, budget // state.page_bytes())
+    if pages < 2 + 16 // page_size:
+        raise ConfigError(f"{budget / 2**20:.0f} MiB for K and V are {pages} pages of {state.page_bytes()} bytes, too few "
+                          f"to serve: give more with --kv-cache-memory ({free / 2**20:.0f} MiB are free)")
+    room = (pages - 1) * page_size
+    if limit > room:
+        if config.model.max_model_len:
+            raise ConfigError(f"--max-model-len {limit} needs {limit // page_size * state.page_bytes() / 2**20:.0f} MiB for K and "
+                              f"V, {budget / 2**20:.0f} MiB are given: raise --kv-cache-memory or lower --max-model-len")
+        notes.append(f"context {room} tokens instead of {limit}: that is what {budget / 2**20:.0f} MiB of K and V hold")
+        limit = room
+    return Sizes(state, page_size, pages, limit, running, chunk), notes
+
