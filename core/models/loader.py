@@ -31,7 +31,7 @@ RECOMPUTED = (".rotary_emb.inv_freq", "rope_freqs.weight")
 class LoadedModel:
     """A model ready to be compiled: `platform.compile(model.forward, model.weights, bucket)`.
 
-    report: lines for people: how many weights are in which format, and which were expanded and why.
+    dtype: that it computes in.  report: lines for people: how many weights are in which format, and which were expanded and why.
     """
 
     forward: Callable[[Ops, Any, Batch], Tensor]
@@ -39,6 +39,7 @@ class LoadedModel:
     config: ModelConfig
     state_layers: tuple[LayerState, ...]
     report: list[str]
+    dtype: str
 
 
 def load_model(checkpoint: Any, platform: Any, manifest: Manifest, dtype: str, strict: bool = False,
@@ -69,7 +70,8 @@ def load_model(checkpoint: Any, platform: Any, manifest: Manifest, dtype: str, s
                      config.norms_add_one and not checkpoint.norms_include_one)
     weights = placer.place(layout)
     weights.setdefault("head", weights["embed"])
-    return LoadedModel(partial(architecture.forward, config), weights, config, config.state_layers, placer.report())
+    forward = partial(architecture.forward, config)
+    return LoadedModel(forward, weights, config, config.state_layers, placer.report(), dtype)
 
 
 def model_name(path: Path) -> str:
