@@ -1,0 +1,125 @@
+"""What a configuration becomes, and what is refused."""
+from __future__ import annotations
+
+import pytest
+from isthmus.core.errors import CheckpointError
+from isthmus.core.models.architectures import ARCHITECTURES, find_architecture
+from isthmus.core.models.config import ModelConfig, parse_config
+from isthmus.core.specs import LayerState
+
+LLAMA = {"model_type": "llama", "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+         "num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "max_position_embeddings": 512,
+         "hidden_act": "silu", "eos_token_id": 3}
+# The published Gemma 3 1B configuration, where it differs from the type's defaults.
+GEMMA = {"model_type": "gemma3_text", "hidden_size": 1152, "intermediate_size": 6912, "num_hidden_layers": 26,
+         "num_attention_heads": 4, "num_key_value_heads": 1, "sliding_window": 512, "vocab_size": 262144,
+         "max_position_embeddings": 32768, "rope_theta": 1000000, "rope_local_base_freq": 10000}
+
+
+def parse(config: dict) -> ModelConfig:
+    architecture, settings = find_architecture(config)
+    return parse_config(settings, architecture.family, "name")
+
+
+def windows(config: dict) -> list[int | None]:
+    return [spec.window for spec in parse(config).attention]
+
+
+def test_llama():
+    config = parse(LLAMA)
+    assert (config.layers, config.hidden, config.head_dim, config.max_position) == (2, 64, 16, 512)
+    assert config.state_layers == (LayerState(2, 16),) * 2
+    assert config.attention[0].scale == 0.25 and config.attention[0].softcap is None
+    assert config.eos_ids == (3,) and not config.tied and config.embed_scale == 1.0
+    assert windows(LLAMA | {"sliding_window": 8}) == [None, None], "transformers ignores the key for this type"
+
+
+def test_layers_alike_share_their_descriptions():
+    config = parse(GEMMA)
+    assert len({id(r) for r in config.rope}) == 2 and len({id(a) for a in config.attention}) == 2
+
+
+def test_gemma():
+    config = parse(GEMMA)
+    assert windows(GEMMA) == ([512] * 5 + [None]) * 4 + [512] * 2
+    assert config.head_dim == 256 and config.attention[0].scale == 1 / 16
+    assert config.tied and config.act == "gelu_tanh" and config.embed_scale == 1152**0.5
+    assert config.rope[0].inv_freq[1] == pytest.approx(10000 ** (-1 / 128))
+    assert config.rope[5].inv_freq[1] == pytest.approx(1e6 ** (-1 / 128))
+    assert config.norms_add_one and config.qk_norm
+
+
+def test_gemma_of_text_and_images_is_read_from_its_text_part():
+    text = {k: v for k, v in GEMMA.items() if k not in ("vocab_size", "num_attention_heads", "num_key_value_heads")}
+    config = parse({"model_type": "gemma3", "text_config": text, "eos_token_id": [1, 106]})
+    assert (config.heads, config.kv_heads, config.vocab_size) == (8, 4, 262208), "defaults of the type"
+    assert config.eos_ids == (1, 106)
+
+
+def test_mistral_windows_everywhere_or_nowhere():
+    mistral = LLAMA | {"model_type": "mistral"}
+    assert windows(mistral | {"sliding_window": 8}) == [8, 8]
+    assert windows(mistral | {"sliding_window": None}) == [None, None]
+
+
+def test_qwen_windows_from_a_layer_on():
+    qwen = LLAMA | {"model_type": "qwen2", "sliding_window": 8, "max_window_layers": 1}
+    assert windows(qwen | {"use_sliding_window": True}) == [None, 8]
+    assert windows(qwen | {"use_sliding_window": False}) == [None, None]
+    assert windows(qwen) == [None, None]
+    assert windows(qwen | {"layer_types": ["sliding_attention", "full_attention"]}) == [8, None]
+
+
+def test_biases_and_norms_by_type():
+    flags = {name: (c.qkv_bias, c.o_bias, c.qk_norm) for name, c in
+             ((name, parse(LLAMA | {"model_type": name, "attention_bias": True})) for name in ARCHITECTURES)}
+    assert flags == {"llama": (True, True, False), "mistral": (False, False, False), "qwen2": (True, False, False),
+                     "qwen3": (True, True, True), "gemma3_text": (True, True, True)}
+    assert not parse(LLAMA).qkv_bias
+
+
+def test_longrope_is_limited_to_the_length_where_its_short_factors_hold():
+    scaling = {"rope_type": "longrope", "factor": 4.0, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    assert parse(LLAMA | {"original_max_position_embeddings": 128, "rope_scaling": scaling}).max_position == 128
+
+
+def test_eos_ids_outside_the_vocabulary_are_dropped():
+    assert parse(LLAMA | {"eos_token_id": [5, 3, 3, 128, -1]}).eos_ids == (3, 5)
+    assert parse(LLAMA | {"eos_token_id": None}).eos_ids == ()
+
+
+def test_unknown_model_type_lists_the_known():
+    with pytest.raises(CheckpointError, match="'gpt2'.*gemma3_text, llama, mistral, qwen2, qwen3"):
+        parse(LLAMA | {"model_type": "gpt2"})
+    with pytest.raises(CheckpointError, match="None"):
+        parse({})
+
+
+@pytest.mark.parametrize("change,words", [
+    ({"vocab_size": None}, ["vocab_size"]),
+    ({"hidden_size": "64"}, ["hidden_size", "'64'"]),
+    ({"hidden_size": 64.5}, ["hidden_size", "64.5"]),
+    ({"hidden_size": True}, ["hidden_size", "True"]),
+    ({"num_hidden_layers": 0}, ["num_hidden_layers", "0"]),
+    ({"num_hidden_layers": 10**9}, ["num_hidden_layers", "4096"]),
+    ({"vocab_size": 10**12}, ["vocab_size", "1000000000000"]),
+    ({"num_key_value_heads": 3}, ["num_key_value_heads", "3", "4"]),
+    ({"num_attention_heads": 5, "num_key_value_heads": 5}, ["num_attention_heads", "5", "64"]),
+    ({"hidden_act": "relu"}, ["hidden_act", "'relu'", "silu"]),
+    ({"rms_norm_eps": -1e-5}, ["rms_norm_eps", "-1e-05"]),
+    ({"rms_norm_eps": float("inf")}, ["rms_norm_eps", "inf"]),
+    ({"tie_word_embeddings": 1}, ["tie_word_embeddings", "1"]),
+    ({"layer_types": ["full_attention"]}, ["layer_types", "2"]),
+    ({"layer_types": ["full_attention", "linear_attention"]}, ["layer_types[1]", "'linear_attention'"]),
+    ({"layer_types": ["full_attention", "sliding_attention"]}, ["sliding_window"]),
+    ({"eos_token_id": "2"}, ["eos_token_id", "'2'"]),
+    ({"quantization_config": {"quant_method": "awq"}}, ["quant_method", "'awq'", "GGUF"]),
+    ({"use_bidirectional_attention": True}, ["use_bidirectional_attention"]),
+    ({"max_position_embeddings": -4}, ["max_position_embeddings", "-4"]),
+    ({"query_pre_attn_scalar": 0}, ["query_pre_attn_scalar", "0"]),
+])
+def test_errors_name_key_and_value(change, words):
+    with pytest.raises(CheckpointError) as error:
+        parse(LLAMA | change)
+    for word in words:
+        assert word in str(error.value)
