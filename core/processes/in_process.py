@@ -39,10 +39,12 @@ class InProcessClient(EngineClient):
         self._serve()
 
     async def close(self) -> None:
+        loading = self._state == "loading"
         await super().close()
         if self._thread is not None:
             self._inbox.put(None)
-            await asyncio.to_thread(self._thread.join)
+            if not loading:  # loading cannot be interrupted; the thread ends by itself when it is done
+                await asyncio.to_thread(self._thread.join)
             self._thread = None
 
     def _send(self, message: Any) -> None:

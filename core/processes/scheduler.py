@@ -60,7 +60,7 @@ def make_engine(factory: Callable[..., Any] | None, config: Any, send: Callable[
     """`EngineCore`, or what `factory` makes in its place, reporting its progress through `send`."""
     if factory is None:
         from ..engine import EngineCore as factory
-    return factory(config, progress=lambda stage, done=0, total=0: send(Progress(stage, int(done), int(total))))
+    return factory(config, progress=lambda stage, done, total: send(Progress(stage, int(done), int(total or 0))))
 
 
 def ready(engine: Any) -> Ready:

@@ -16,6 +16,7 @@ import zmq
 
 from ..config import Config
 from ..env import debug_level
+from ..logs import set_up_logging
 from ..messages import Failed, ToApi, ToDetokenizer, ToScheduler
 
 HIGH_WATER_MARK = 4096  # messages that may wait in one direction; a full socket blocks or refuses its sender
@@ -105,6 +106,7 @@ def _leave_with_parent() -> None:
 def run_worker(role: str, body: Callable[[Start, zmq.Context], None]) -> None:
     """Start, run `body` and, if it fails, send `Failed` to the API process and exit with code 1."""
     start = start_worker()
+    set_up_logging(start.config.server)
     context = zmq.Context()
     try:
         body(start, context)

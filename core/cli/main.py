@@ -1,0 +1,70 @@
+"""The entry point `isthmus`."""
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..env import debug_level
+from ..errors import ConfigError, IsthmusError
+from .parser import build_parser, find_command, given_settings, overview
+from .settings import resolve, unknown_variables
+
+USAGE, FAILED, INTERRUPTED = 2, 1, 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; the exit code: 0 done, 1 failed, 2 a deliberate error told in one line, 130 interrupted."""
+    try:
+        return _run(list(sys.argv[1:] if argv is None else argv))
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:  # the reader of our output has gone, as `isthmus models | head -1` does
+        sys.stderr.close()
+        return FAILED
+    except Exception as error:
+        if not _deliberate(error):
+            raise
+        if debug_level():
+            sys.excepthook(type(error), error, error.__traceback__)
+        print(f"isthmus: {error}", file=sys.stderr)
+        return USAGE
+
+
+def _deliberate(error: Exception) -> bool:
+    if isinstance(error, IsthmusError):
+        return True
+    from ..platform import Unavailable, Unsupported
+    from ..registry import RegistrationError
+    return isinstance(error, Unavailable | Unsupported | RegistrationError)
+
+
+def _run(argv: list[str]) -> int:
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        if argv[1:]:
+            argv = [argv[1], "--help"]
+        else:
+            print(overview())
+            return 0
+    if argv[0] in ("-V", "--version"):
+        argv = ["version"]
+    command = find_command(argv[0])
+    parser = build_parser(command)
+    module = importlib.import_module(command.module, __package__)
+    module.add_arguments(parser)
+    arguments = parser.parse(argv[1:])
+    resolved = None
+    if command.groups:
+        for warning in unknown_variables(os.environ):
+            print(f"isthmus: {warning}", file=sys.stderr)
+        file = Path(arguments.config) if arguments.config else None
+        if file and not file.is_file():
+            raise ConfigError(f"--config {file}: there is no such file")
+        resolved = resolve(given_settings(arguments), os.environ, file)
+    return module.run(arguments, resolved)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

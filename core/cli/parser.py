@@ -1,0 +1,114 @@
+"""The command line: flags are derived from the settings, typos get a suggestion."""
+from __future__ import annotations
+
+import argparse
+import shutil
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from ..config import Config
+from ..errors import ConfigError
+from .commands import COMMANDS, Command
+from .settings import Setting, list_settings, shown, suggest
+
+OVERVIEW = """\
+usage: isthmus COMMAND [options]
+
+A serving engine for large language models.
+
+commands:
+{commands}
+
+start here:
+  isthmus serve     # http://127.0.0.1:8000/v1 for every OpenAI client
+  isthmus chat      # the same model in this terminal
+
+`isthmus COMMAND --help` explains a command's options. Settings may also stand in a YAML file (--config)
+or in the environment (ISTHMUS_PORT=9000); `isthmus explain` tells which one counts."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises `ConfigError` instead of leaving; knows no abbreviations, since a later flag may make one ambiguous."""
+
+    def __init__(self, command: Command):
+        examples = "\n".join(f"  {line}" for line in command.examples)
+        super().__init__(
+            prog=f"isthmus {command.name}", description=command.help[0].upper() + command.help[1:] + ".",
+            epilog=f"examples:\n{examples}" if examples else None, allow_abbrev=False,
+            formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(
+                prog, max_help_position=34, width=min(shutil.get_terminal_size().columns, 120)))
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message} (see `{self.prog} --help`)")
+
+    def parse(self, argv: Sequence[str]) -> argparse.Namespace:
+        """Parse, or raise `ConfigError` that suggests the flag that was probably meant."""
+        arguments, unknown = self.parse_known_args(argv)
+        if unknown:
+            word = next((u for u in unknown if u.startswith("-")), unknown[0])
+            flags = [f for action in self._actions for f in action.option_strings if f.startswith("--")]
+            hint = suggest(word.partition("=")[0], flags) if word.startswith("-") else ""
+            self.error(f"unknown {'option' if word.startswith('-') else 'argument'} {word}{hint}")
+        return arguments
+
+
+def build_parser(command: Command) -> Parser:
+    """A command's parser with the flags of its groups of settings."""
+    parser = Parser(command)
+    defaults, settings = Config(), list_settings().values()
+    for name in command.groups:
+        about = type(getattr(defaults, name)).__doc__.splitlines()[0].rstrip(".")
+        group = parser.add_argument_group(f"{name}: {about}")
+        for setting in settings:
+            if setting.group == name:
+                _add_setting(group, setting, defaults)
+    if command.groups:
+        parser.add_argument("--config", metavar="FILE", help="YAML file with settings; ISTHMUS_<SETTING> variables and "
+                            "flags win over it")
+    return parser
+
+
+def _add_setting(group: Any, setting: Setting, defaults: Config) -> None:
+    default = shown(defaults, setting)
+    note = f" ({setting.meta('unit')})" if setting.meta("unit") not in (None, "bytes") else ""
+    text = f"{setting.meta('help')}{note}" + ("" if default == "-" else f" [{default}]")
+    common: dict[str, Any] = {"dest": setting.name, "default": argparse.SUPPRESS, "help": text.replace("%", "%%")}
+    if setting.type is bool:
+        group.add_argument(setting.flag, action=argparse.BooleanOptionalAction, **common)
+    elif setting.type is tuple:
+        group.add_argument(setting.flag, action="append", metavar="KEY=VALUE", **common)
+    else:
+        choices = setting.meta("choices")
+        metavar = "{" + ",".join(choices) + "}" if choices else {int: "N", float: "X", str: "TEXT"}[setting.type]
+        group.add_argument(setting.flag, metavar=metavar, **common)
+
+
+def add_model_argument(parser: argparse.ArgumentParser) -> None:
+    """The model as the first word, as an alternative to --model."""
+    parser.add_argument("model_word", nargs="?", metavar="MODEL", help="the same as --model")
+
+
+def given_settings(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The settings that stand on the command line, by name."""
+    given = {name: getattr(arguments, name) for name in list_settings() if hasattr(arguments, name)}
+    word = getattr(arguments, "model_word", None)
+    if word is not None:
+        if given.get("model", word) != word:
+            raise ConfigError(f"two models are named: {word} and --model {given['model']}")
+        given["model"] = word
+    return given
+
+
+def overview() -> str:
+    """The text of `isthmus --help`."""
+    width = max(map(len, COMMANDS))
+    lines = [f"  {c.name:{width}}  {c.help}" for c in COMMANDS.values()]
+    return OVERVIEW.format(commands="\n".join(lines))
+
+
+def find_command(word: str) -> Command:
+    """The command with this name; `ConfigError` with a suggestion when there is none."""
+    if word not in COMMANDS:
+        kind, known = ("option", ("--help", "--version")) if word.startswith("-") else ("command", COMMANDS)
+        raise ConfigError(f"unknown {kind} {word}{suggest(word, known)} (see `isthmus --help`)")
+    return COMMANDS[word]

@@ -1,0 +1,53 @@
+"""Progress while a model is fetched and loaded: one live line on a terminal, plain lines elsewhere."""
+from __future__ import annotations
+
+import sys
+import time
+from typing import TextIO
+
+BYTES = 1_000_000  # from this total on, numbers are taken for bytes
+
+
+class ProgressLine:
+    """Called with (stage, done, total); total 0 or None = unknown. Used in a `with`, so that the line is cleared."""
+
+    def __init__(self, stream: TextIO = sys.stderr, live: bool | None = None):
+        self.stream = stream
+        self.live = stream.isatty() if live is None else live
+        self._stage, self._since, self._bar, self._task = "", time.monotonic(), None, None
+
+    def __enter__(self) -> ProgressLine:
+        if self.live:
+            from rich.console import Console
+            from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+            self._bar = Progress(TextColumn("{task.description}"), BarColumn(24), TextColumn("{task.fields[amount]}"),
+                                 TimeElapsedColumn(), console=Console(file=self.stream), transient=True)
+            self._bar.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def __call__(self, stage: str, done: int = 0, total: int | None = 0) -> None:
+        fresh, self._stage = stage != self._stage, stage
+        if fresh:
+            self._since = time.monotonic()
+        if self._bar is None:
+            if fresh:
+                print(f"isthmus: {stage} ...", file=self.stream, flush=True)
+            return
+        if fresh and self._task is not None:
+            self._bar.remove_task(self._task)
+        if fresh:
+            self._task = self._bar.add_task(stage, total=total or None, amount="")
+        self._bar.update(self._task, completed=done, total=total or None, amount=self._amount(done, total or 0))
+
+    def _amount(self, done: int, total: int) -> str:
+        if not total:
+            return f"{done / 1e6:.0f} MB" if done >= BYTES else ""
+        if total < BYTES:
+            return f"{done}/{total}"
+        speed = done / 1e6 / max(time.monotonic() - self._since, 0.1)
+        left = f", {(total - done) / 1e6 / speed:.0f} s left" if speed and done < total else ""
+        return f"{done / 1e9:.2f}/{total / 1e9:.2f} GB, {speed:.0f} MB/s{left}"

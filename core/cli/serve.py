@@ -1,0 +1,180 @@
+"""`isthmus serve`: the HTTP server from the first moment of loading to the end of the drain."""
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import errno
+import json
+import logging
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from ..config import Config
+from ..env import debug_level
+from ..errors import ConfigError, IsthmusError
+from ..logs import set_up_logging
+from .banner import banner, base_url
+from .parser import add_model_argument
+from .progress import ProgressLine
+from .session import end_children, fetch, in_thread, make_client, open_text
+from .settings import Resolved
+
+log = logging.getLogger(__name__)
+
+BACKLOG = 2048
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model_argument(parser)
+
+
+def run(arguments: argparse.Namespace, resolved: Resolved) -> int:
+    """Serve until a signal; 0 after an orderly end, 1 when the engine could not be had or was lost."""
+    config = resolved.config
+    listener = listen(config.server.host, config.server.port)
+    set_up_logging(config.server)
+    try:
+        import uvloop
+        runner = uvloop.run
+    except ImportError:  # there is none for Windows
+        runner = asyncio.run
+    return runner(_serve(config, listener))
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket, before anything costly is done. `ConfigError` names a free port when this one is taken."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=BACKLOG)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            with socket.create_server((host, 0), family=family) as free:
+                raise ConfigError(f"port {port} is in use on {host}; {free.getsockname()[1]} is free: "
+                                  f"--port {free.getsockname()[1]}") from None
+        raise ConfigError(f"cannot listen on --host {host} --port {port}: {error.strerror or error}") from None
+
+
+class Gate:
+    """Answers 503 with the progress until the application is there."""
+
+    def __init__(self, reason: Callable[[], str]):
+        self.reason = reason
+        self.app: Any = None
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if self.app is not None:
+            await self.app(scope, receive, send)
+        elif scope["type"] == "http":
+            body = json.dumps({"error": {"message": self.reason(), "type": "overloaded_error", "param": None,
+                                         "code": "loading"}}).encode()
+            headers = [(b"content-type", b"application/json"), (b"retry-after", b"1"),
+                       (b"content-length", str(len(body)).encode())]
+            await send({"type": "http.response.start", "status": 503, "headers": headers})
+            await send({"type": "http.response.body", "body": body})
+
+
+class Signals:
+    """The first SIGTERM or SIGINT asks for an orderly end, a second one for an end at once."""
+
+    def __init__(self) -> None:
+        self.first, self.second = asyncio.Event(), asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            try:
+                loop.add_signal_handler(number, self._on_signal)
+            except NotImplementedError:  # Windows
+                signal.signal(number, lambda *_: loop.call_soon_threadsafe(self._on_signal))
+
+    def _on_signal(self) -> None:
+        (self.second if self.first.is_set() else self.first).set()
+
+
+async def until(work: asyncio.Future[Any], event: asyncio.Event) -> bool:
+    """Wait for `work`: True if it is done, False if the event came first and cancelled it. Raises what `work` raises."""
+    stop = asyncio.ensure_future(event.wait())
+    await asyncio.wait((work, stop), return_when=asyncio.FIRST_COMPLETED)
+    stop.cancel()
+    if work.done():
+        work.result()
+        return True
+    work.cancel()
+    await asyncio.gather(work, return_exceptions=True)
+    return False
+
+
+def _http_server(gate: Gate, config: Config) -> Any:
+    import uvicorn
+
+    class Server(uvicorn.Server):
+        """Signals are ours: they drain first."""
+
+        @contextlib.contextmanager
+        def capture_signals(self) -> Any:
+            yield
+
+    return Server(uvicorn.Config(
+        gate, lifespan="off", log_config=None, access_log=config.server.log_level == "debug", server_header=False,
+        log_level="warning" if config.server.log_level == "info" else None, timeout_graceful_shutdown=2,
+        timeout_keep_alive=75))
+
+
+async def _serve(config: Config, listener: socket.socket) -> int:
+    began = time.monotonic()
+    signals = Signals()
+    stage = ["starting"]
+    gate = Gate(lambda: f"the model is loading: {stage[0]}")
+    http = _http_server(gate, config)
+    serving = asyncio.create_task(http.serve(sockets=[listener]))
+    client = None
+    try:
+        with ProgressLine() as line:
+            def progress(name: str, done: int, total: int | None) -> None:
+                stage[0] = f"{name} {100 * done // total}%" if total else name
+                line(name, done, total)
+            loop = asyncio.get_running_loop()
+            fetching = in_thread(fetch, config, lambda *args: loop.call_soon_threadsafe(progress, *args))
+            if not await until(fetching, signals.first):
+                return 0
+            local = fetching.result()
+            client = make_client(local)
+            text = in_thread(open_text, local)
+            if not await until(asyncio.gather(client.start(progress), text), signals.first):
+                return 0
+        from ..server import create_app
+        app = create_app(client, text.result(), local)
+        url = base_url(*listener.getsockname()[:2])
+        async with app.router.lifespan_context(app):
+            gate.app = app
+            print(banner(client.info, config, url, time.monotonic() - began), file=sys.stderr, flush=True)
+            await signals.first.wait()
+            await _drain(client, config.server.drain_timeout, signals)
+            http.should_exit = True
+            http.force_exit = signals.second.is_set()
+            await serving
+        return 0
+    except IsthmusError as error:
+        if debug_level():
+            log.exception("start failed")
+        print(f"isthmus: {error}", file=sys.stderr)
+        return 1
+    finally:
+        http.should_exit = http.force_exit = True
+        if client is not None:
+            await client.close()
+        end_children()
+        await asyncio.gather(serving, return_exceptions=True)
+
+
+async def _drain(client: Any, timeout: float, signals: Signals) -> None:
+    waiting = client.waiting
+    if waiting:
+        print(f"isthmus: stopping; {waiting} running requests have {timeout:g} s to finish, a second signal ends them "
+              "now", file=sys.stderr, flush=True)
+    draining = asyncio.create_task(client.drain(timeout))
+    if not await until(draining, signals.second):
+        await client.drain(0)

@@ -1,0 +1,82 @@
+"""Opening a model for a command: path, tokenizer and chat template, engine."""
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ..config import Config
+from ..errors import ConfigError
+
+T = TypeVar("T")
+Progress = Callable[[str, int, int | None], None]
+
+
+def in_thread(work: Callable[..., T], *arguments: Any) -> asyncio.Future[T]:
+    """Run `work` in a thread that does not keep the program alive: a download must not delay Ctrl-C."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def settle(result: T | None, error: BaseException | None) -> None:
+        if not future.done():
+            future.set_exception(error) if error is not None else future.set_result(result)
+
+    def body() -> None:
+        result, failure = None, None
+        try:
+            result = work(*arguments)
+        except Exception as error:
+            failure = error
+        try:
+            loop.call_soon_threadsafe(settle, result, failure)
+        except RuntimeError:  # the loop is closed: nobody waits any more
+            pass
+
+    threading.Thread(target=body, daemon=True).start()
+    return future
+
+
+def end_children() -> None:
+    """End what this process may have left running, such as an interrupted download."""
+    import psutil
+    for child in psutil.Process().children(recursive=True):
+        try:
+            child.terminate()
+        except psutil.NoSuchProcess:
+            pass
+
+
+def fetch(config: Config, progress: Progress | None = None) -> Config:
+    """The same configuration with the model as a local path, fetched if need be: every process opens the same one."""
+    from ..weights.sources import resolve_model
+    path = resolve_model(config.model.model, config.model.revision, progress)
+    return replace(config, model=replace(config.model, model=str(path), revision=None))
+
+
+def open_text(config: Config) -> Any:
+    """The `TextService` of a model at a local path, with the user's chat template if one is set."""
+    from ..server.text_service import TextService
+    from ..text import ChatTemplate, load_tokenizer
+    from ..weights.checkpoint import open_checkpoint
+    with open_checkpoint(config.model.model) as checkpoint:
+        tokenizer = load_tokenizer(checkpoint)
+    source = tokenizer.chat_template
+    if config.model.chat_template:
+        try:
+            source = Path(config.model.chat_template).read_text(encoding="utf-8")
+        except (OSError, UnicodeError) as error:
+            raise ConfigError(f"--chat-template {config.model.chat_template}: {error}") from None
+    return TextService(tokenizer, ChatTemplate(source, tokenizer) if source else None)
+
+
+def make_client(config: Config) -> Any:
+    """The engine in processes of its own, or in this one if asked for, or where the system has no ipc sockets."""
+    if config.server.in_process or sys.platform == "win32":
+        from ..processes.in_process import InProcessClient
+        return InProcessClient(config)
+    from ..processes.three import ProcessClient
+    return ProcessClient(config)
