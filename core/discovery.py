@@ -39,8 +39,8 @@ def list_platforms() -> dict[str, Found]:
     for entry in entry_points(group=GROUP):
         source = f"package {entry.dist.name}" if entry.dist else entry.value
         if entry.name in found:
-            raise RegistrationError(f"platform {entry.name!r} is offered by {found[entry.name].source} and by {source}: "
-                                    "uninstall one of them")
+            raise RegistrationError(f"platform {entry.name!r} is offered by {found[entry.name].source} and by "
+                                    f"{source}: uninstall one of them")
         found[entry.name] = Found(entry.name, source, entry)
     return found
 

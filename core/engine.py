@@ -14,7 +14,7 @@ from . import startup
 from .cache.manager import CacheManager
 from .config import Config
 from .env import debug_level
-from .messages import FinishReason, Submit, TokenOutput
+from .messages import FinishReason, SamplingParams, Submit, TokenOutput, pack_ids
 from .models.loader import LoadedModel
 from .plan import Out
 from .platform import Manifest, Step
@@ -164,7 +164,6 @@ class EngineCore:
 
     def _warm_up(self) -> None:
         """One token through the whole path, so that the first request is not the slow one; it leaves no trace."""
-        from .messages import SamplingParams, pack_ids
         self.submit(Submit("warm-up", pack_ids([0]), SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)))
         outputs: list[TokenOutput] = []
         while self.has_work:
@@ -199,11 +198,13 @@ def _limits(config: Config, model: LoadedModel, manifest: Manifest, sizes: start
 def _info(config: Config, loaded: startup.Loaded, seconds: float) -> EngineInfo:
     manifest, model, sizes = loaded.manifest, loaded.model, loaded.sizes
     return EngineInfo(
-        model=model.config.name, model_path=str(loaded.path), served_name=config.model.served_model_name or model.config.name,
-        platform=manifest.name, platform_reason=loaded.reason, device=manifest.device, dtype=loaded.dtype,
-        kv_dtype=sizes.state.dtype, page_size=sizes.page_size, pages=sizes.pages - 1, max_model_len=sizes.max_model_len,
-        vocab_size=model.config.vocab_size, max_running=sizes.max_running, kv_bytes=sizes.pages * sizes.state.page_bytes(),
-        weight_bytes=loaded.weight_bytes, determinism=manifest.determinism, policy=config.scheduler.schedule_policy,
-        overlap=loaded.overlap, prefix_cache=config.cache.prefix_cache, max_top_logprobs=manifest.max_top_logprobs,
+        model=model.config.name, model_path=str(loaded.path),
+        served_name=config.model.served_model_name or model.config.name,
+        platform=manifest.name, platform_reason=loaded.reason, device=manifest.device,
+        dtype=loaded.dtype, kv_dtype=sizes.state.dtype, page_size=sizes.page_size, pages=sizes.pages - 1,
+        max_model_len=sizes.max_model_len, vocab_size=model.config.vocab_size, max_running=sizes.max_running,
+        kv_bytes=sizes.pages * sizes.state.page_bytes(), weight_bytes=loaded.weight_bytes,
+        determinism=manifest.determinism, policy=config.scheduler.schedule_policy, overlap=loaded.overlap,
+        prefix_cache=config.cache.prefix_cache, max_top_logprobs=manifest.max_top_logprobs,
         eos_ids=model.config.eos_ids, features=tuple(sorted(manifest.features)),
         report=tuple(model.report) + loaded.notes, load_seconds=seconds)

@@ -1,4 +1,4 @@
-"""The neck: all that core asks of hardware. Six methods of `Platform` and nine of `Ops`; the docstrings are the contract.
+"""The neck: all that core asks of hardware. Six methods of `Platform`, nine of `Ops`; the docstrings are the contract.
 
 A platform is a folder in `platforms/` with a module `platform.py`, or an installed package's entry point in the group
 `isthmus.platforms`; either gives one class named `Platform`. It imports nothing else from core than this module.
@@ -28,7 +28,7 @@ State = Any   # opaque memory made by Platform.alloc
 
 
 class Unavailable(Exception):
-    """The platform cannot run on this machine; the message is the reason and, where there is one, the way to get there."""
+    """The platform cannot run on this machine; the message is the reason and, where there is one, the way out."""
 
 
 class Unsupported(Exception):
@@ -98,7 +98,7 @@ class Step(Protocol):
 
 class Ops(Protocol):
     """The mathematics that model definitions are written in. Built anew inside each step (or trace) from the state and
-    the batch; it holds the state, the only mutable thing. Shapes use T tokens, D model width, L logit rows, V vocabulary.
+    the batch; it holds the state, the only mutable thing. Shapes: T tokens, D model width, L logit rows, V vocabulary.
     """
 
     def embed(self, ids: Tensor, weight: Weight) -> Tensor:
@@ -108,7 +108,7 @@ class Ops(Protocol):
 
     def linear(self, x: Tensor, weight: Weight, bias: Weight | None = None) -> Tensor:
         """[T, in] -> [T, out]: x @ w.T + bias. The weight's leaf decides the kernel, once. Stacked parts stay stacked
-        in order. The result is in x's dtype, except that a platform may return float32 for the last (vocabulary) one."""
+        in order. The result is in x's dtype, except that a platform may return float32 for the vocabulary's."""
         ...
 
     def rms_norm(self, x: Tensor, weight: Weight, eps: float) -> Tensor:
@@ -133,7 +133,7 @@ class Ops(Protocol):
         ...
 
     def moe(self, x: Tensor, router_logits: Tensor, w13: Weight, w2: Weight, spec: MoESpec) -> Tensor:
-        """[T, D] with router logits [T, experts] -> [T, D]; w13 [experts, 2F, D] (gate above up), w2 [experts, D, F]."""
+        """[T, D], router logits [T, experts] -> [T, D]; w13 [experts, 2F, D] (gate above up), w2 [experts, D, F]."""
         ...
 
     def all_reduce(self, x: Tensor) -> Tensor:

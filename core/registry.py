@@ -50,7 +50,8 @@ class Registry:
             raise RegistrationError(f"{self.kind} {name!r} is registered already, by {self._entries[name].__module__}")
         gaps = signature_gaps(entry, self.contract, self.methods)
         if gaps:
-            raise RegistrationError(f"{self.kind} {name!r} ({entry.__module__}.{entry.__qualname__}): " + "; ".join(gaps))
+            where = f"{entry.__module__}.{entry.__qualname__}"
+            raise RegistrationError(f"{self.kind} {name!r} ({where}): " + "; ".join(gaps))
         self._entries[name] = entry
         return entry
 

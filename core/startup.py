@@ -93,14 +93,16 @@ def compute_dtype(config: Config, manifest: Manifest) -> str:
         return manifest.compute_dtypes[0]
     dtype = DTYPES[config.model.dtype]
     if dtype not in manifest.compute_dtypes:
-        raise ConfigError(f"--dtype {config.model.dtype}: {manifest.name} computes in {', '.join(manifest.compute_dtypes)}")
+        raise ConfigError(f"--dtype {config.model.dtype}: {manifest.name} computes in "
+                          f"{', '.join(manifest.compute_dtypes)}")
     return dtype
 
 
 def _page_size(config: Config, manifest: Manifest) -> int:
     size = config.cache.page_size or manifest.page_sizes[0]
     if size not in manifest.page_sizes:
-        raise ConfigError(f"--page-size {size}: {manifest.name} offers {', '.join(map(str, sorted(manifest.page_sizes)))}")
+        offered = ", ".join(map(str, sorted(manifest.page_sizes)))
+        raise ConfigError(f"--page-size {size}: {manifest.name} offers {offered}")
     return size
 
 
@@ -125,7 +127,8 @@ def fit_memory(config: Config, manifest: Manifest, model: LoadedModel, dtype: st
     state = StateSpec(model.state_layers, kv_dtype, page_size, running + 1)
     limit = config.model.max_model_len or model.config.max_position
     if limit > model.config.max_position:
-        raise ConfigError(f"--max-model-len {limit}: {model.config.name} was made for {model.config.max_position} positions")
+        raise ConfigError(f"--max-model-len {limit}: {model.config.name} was made for "
+                          f"{model.config.max_position} positions")
     useful = running * -(-limit // page_size) + 1
     if config.cache.kv_cache_memory:
         budget = size_bytes(config.cache.kv_cache_memory)
@@ -133,14 +136,15 @@ def fit_memory(config: Config, manifest: Manifest, model: LoadedModel, dtype: st
         budget = min(int(free * manifest.kv_share), MAX_KV_DEFAULT if manifest.kv_share < 0.5 else free)
     pages = min(useful, budget // state.page_bytes())
     if pages < 2 + 16 // page_size:
-        raise ConfigError(f"{budget / 2**20:.0f} MiB for K and V are {pages} pages of {state.page_bytes()} bytes, too few "
-                          f"to serve: give more with --kv-cache-memory ({free / 2**20:.0f} MiB are free)")
+        raise ConfigError(f"{budget / 2**20:.0f} MiB for K and V are {pages} pages of {state.page_bytes()} bytes, too "
+                          f"few to serve: give more with --kv-cache-memory ({free / 2**20:.0f} MiB are free)")
     room = (pages - 1) * page_size
     if limit > room:
         if config.model.max_model_len:
-            raise ConfigError(f"--max-model-len {limit} needs {limit // page_size * state.page_bytes() / 2**20:.0f} MiB for K and "
-                              f"V, {budget / 2**20:.0f} MiB are given: raise --kv-cache-memory or lower --max-model-len")
-        notes.append(f"context {room} tokens instead of {limit}: that is what {budget / 2**20:.0f} MiB of K and V hold")
+            need = -(-limit // page_size) * state.page_bytes()
+            raise ConfigError(f"--max-model-len {limit} needs {need / 2**20:.0f} MiB for K and V, {budget / 2**20:.0f} MiB "
+                              "are given: raise --kv-cache-memory or lower --max-model-len")
+        notes.append(f"context {room} tokens instead of {limit}: {budget / 2**20:.0f} MiB of K and V hold no more")
         limit = room
     return Sizes(state, page_size, pages, limit, running, chunk), notes
 

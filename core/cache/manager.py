@@ -42,7 +42,7 @@ class CacheManager:
         self.tree.unlock(node)
 
     def take(self, count: int, owner: int) -> np.ndarray | None:
-        """`count` fresh pages for `owner`, evicting cached ones as needed; None (nothing changed) if there are too few."""
+        """`count` fresh pages for `owner`, evicting cached ones as needed; None, and nothing changed, if too few."""
         if count > self.available:
             return None
         short = count - self.pool.free

@@ -178,7 +178,8 @@ class RadixTree:
         evictable = protected = 0
         for path, node in self.nodes():
             where = f"node of {node.size} pages at depth {len(path) // self.page_bytes}"
-            assert node.size > 0 and len(node.edge) == node.size * self.page_bytes, f"{where}: edge of {len(node.edge)} bytes"
+            assert node.size > 0, f"{where} is empty"
+            assert len(node.edge) == node.size * self.page_bytes, f"{where}: edge of {len(node.edge)} bytes"
             assert node.parent.children.get(node.edge[:self.page_bytes]) is node, f"{where}: not under its key"
             below = sum(1 for child in node.children.values() if child.locks)
             assert node.locks >= below, f"{where}: {node.locks} locks, {below} protected children"
@@ -186,8 +187,8 @@ class RadixTree:
                 protected += node.size
             else:
                 evictable += node.size
-        assert (evictable, protected) == (self.evictable, self.protected), (
-            f"counted {evictable} evictable and {protected} protected pages, kept {self.evictable} and {self.protected}")
+        counted, kept = (evictable, protected), (self.evictable, self.protected)
+        assert counted == kept, f"(evictable, protected) pages: counted {counted}, kept {kept}"
 
     def _root(self, domain: bytes) -> Node:
         root = self._roots.get(domain)

@@ -35,7 +35,7 @@ class Limits:
 
 
 def check_request(submit: Submit, limits: Limits) -> int:
-    """The most output tokens the request can have. Raises `RequestError` that names the field and the number at fault."""
+    """The most output tokens the request can have. Raises `RequestError` that names the field and the number."""
     prompt, params = unpack_ids(submit.prompt), submit.params
     if not len(prompt):
         raise RequestError("the prompt is empty: at least one token is needed", param="prompt")
@@ -46,7 +46,8 @@ def check_request(submit: Submit, limits: Limits) -> int:
     for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
         for token in ids:
             if not 0 <= token < limits.vocab_size:
-                raise RequestError(f"{name}: token id {token} is outside the vocabulary of {limits.vocab_size}", param=name)
+                raise RequestError(f"{name}: token id {token} is outside the vocabulary of {limits.vocab_size}",
+                                   param=name)
     for name in ("logprobs", "prompt_logprobs"):
         asked = getattr(params, name)
         if asked is not None and not 0 <= asked <= limits.max_top_logprobs:
@@ -56,5 +57,6 @@ def check_request(submit: Submit, limits: Limits) -> int:
     room = limits.max_model_len - len(prompt)
     if room < min(1, params.max_tokens):
         raise RequestError(f"the prompt has {len(prompt)} tokens and the context is {limits.max_model_len} tokens: "
-                           "shorten the prompt or raise --max-model-len", param="prompt", code="context_length_exceeded")
+                           "shorten the prompt or raise --max-model-len", param="prompt",
+                           code="context_length_exceeded")
     return min(params.max_tokens, room)

@@ -40,7 +40,8 @@ def build_batch(plan: Plan, table: RequestTable, page_size: int,
     lengths = _i32([last + 1, np.array([c.stop for c in chunks], np.int32)])
     slots = table.pages[seqs[rows], positions // page_size] * page_size + positions % page_size
     pages = table.pages[seqs, :max(1, -(-int(lengths.max()) // page_size))]
-    pages = np.where(np.arange(pages.shape[1]) < -(-lengths // page_size)[:, None], pages, 0).astype(np.int32, copy=False)
+    used = np.arange(pages.shape[1]) < -(-lengths // page_size)[:, None]
+    pages = np.where(used, pages, 0).astype(np.int32, copy=False)
     logit_rows, targets = _logit_rows(plan, starts)
     owners = np.zeros(len(targets), np.int32)
     sampled = np.flatnonzero(targets == -1)
@@ -70,7 +71,8 @@ def _logit_rows(plan: Plan, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]
     return (rows, targets) if len(rows) else (np.zeros(1, np.int32), np.full(1, -2, np.int32))
 
 
-def _sampling(plan: Plan, table: RequestTable, owners: np.ndarray, sampled: np.ndarray, unknown: np.ndarray) -> Sampling:
+def _sampling(plan: Plan, table: RequestTable, owners: np.ndarray, sampled: np.ndarray,
+              unknown: np.ndarray) -> Sampling:
     """Parameters of each logit row from its slot's columns; a scored or padding row (slot 0) is greedy and plain."""
     temperature = table.temperature[owners]
     temperature[temperature < GREEDY] = 0
@@ -134,8 +136,9 @@ def pad_batch(batch: Batch, bucket: Bucket) -> Batch:
     pages[:batch.pages.shape[0], :batch.pages.shape[1]] = batch.pages
     # A padding token belongs to the last row of the bucket, which is a padding row unless the bucket is full.
     return Batch(grow(batch.tokens, tokens), grow(batch.positions, tokens), grow(batch.slots, tokens),
-                 grow(batch.rows, tokens, rows - 1), grow(batch.seqs, rows), grow(batch.starts, rows + 1, batch.starts[-1]),
-                 grow(batch.lengths, rows), pages, grow(batch.logit_rows, logits), grow(batch.targets, logits, -2),
+                 grow(batch.rows, tokens, rows - 1), grow(batch.seqs, rows),
+                 grow(batch.starts, rows + 1, batch.starts[-1]), grow(batch.lengths, rows), pages,
+                 grow(batch.logit_rows, logits), grow(batch.targets, logits, -2),
                  _pad_sampling(batch.sampling, grow, logits))
 
 
@@ -145,6 +148,7 @@ def _pad_sampling(s: Sampling, grow, logits: int) -> Sampling:
                for name, value in off.items()}
     penalties = s.penalties
     if penalties is not None:
-        penalties = penalties._replace(pending=grow(penalties.pending, logits), repetition=grow(penalties.repetition, logits, 1),
-                                       presence=grow(penalties.presence, logits), frequency=grow(penalties.frequency, logits))
+        penalties = penalties._replace(
+            pending=grow(penalties.pending, logits), repetition=grow(penalties.repetition, logits, 1),
+            presence=grow(penalties.presence, logits), frequency=grow(penalties.frequency, logits))
     return s._replace(**columns, penalties=penalties)

@@ -122,6 +122,7 @@ class Scheduler:
         self._expire(now)
         decode, retracted = self._plan_decode()
         chunks = self._plan_prefill(now, admit=not retracted)
+        chunks.sort(key=lambda c: c.stop - c.start > 1)  # a batch has its rows of one token first
         if not len(decode) and not chunks:
             return None
         self._step += 1
@@ -295,9 +296,9 @@ class Scheduler:
 
     def _commit(self, request: Request, computed: int) -> None:
         slot, table = request.slot, self.table
-        shared, request.node = self.cache.commit(request.tokens[:computed], table.pages[slot], int(table.tree_pages[slot]),
-                                                 slot, request.domain, request.node)
-        table.tree_pages[slot] = shared
+        shared = int(table.tree_pages[slot])
+        table.tree_pages[slot], request.node = self.cache.commit(
+            request.tokens[:computed], table.pages[slot], shared, slot, request.domain, request.node)
 
     def _limit(self, request: Request) -> int:
         return len(request.tokens) - request.prompt_len
@@ -329,7 +330,7 @@ class Scheduler:
         rows = slice(row, row + chunk.scores)
         request, k = chunk.request, chunk.request.params.prompt_logprobs
         if not request.finish and request.slot == chunk.slot:
-            request.scores.append((result.logprobs[rows].copy(), result.top_ids[rows, :k], result.top_logprobs[rows, :k]))
+            request.scores.append((result.logprobs[rows], result.top_ids[rows, :k], result.top_logprobs[rows, :k]))
 
     def _output(self, request: Request, tokens: bytes = b"", finish: FinishReason | None = None, stop_id: int = -1,
                 logprobs: Logprobs | None = None, error: str = "") -> TokenOutput:

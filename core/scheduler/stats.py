@@ -11,7 +11,7 @@ WINDOW = 1000  # requests in the windowed hit rate
 
 
 class SchedulerStats:
-    """Hit rates are in tokens: first attempts apart from re-prefills of retracted requests, which would inflate them."""
+    """Hit rates are in tokens; re-prefills of retracted requests, which would inflate them, are counted apart."""
 
     def __init__(self) -> None:
         self.requests = 0                 # first admissions

@@ -69,7 +69,8 @@ class Platform:
     def __init__(self, options: Mapping[str, str]):
         unknown = set(options) - {"check", "delay_ms", "vocab"}
         if unknown:
-            raise Unavailable(f"the null platform has no option {', '.join(sorted(unknown))}; it has check, delay_ms, vocab")
+            raise Unavailable(f"the null platform has no option {', '.join(sorted(unknown))}; "
+                              "it has check, delay_ms, vocab")
         self._check = options.get("check", "1") != "0"
         self._delay = float(options.get("delay_ms", "0")) / 1e3
         self._vocab = int(options.get("vocab", "1000"))
@@ -140,19 +141,19 @@ class Platform:
     def _context(self, state: State, batch: Batch, row: int) -> np.ndarray:
         """Tokens 0 .. position of logit row `row`, read back through the page table."""
         positions = np.arange(batch.positions[row] + 1)
-        slots = batch.pages[batch.rows[row], positions // state.page_size] * state.page_size + positions % state.page_size
+        pages = batch.pages[batch.rows[row], positions // state.page_size]
+        slots = pages * state.page_size + positions % state.page_size
         wrong = np.flatnonzero(state.positions[slots] != positions)
-        assert not len(wrong), (f"row {batch.rows[row]} reads position {wrong[0]} from slot {slots[wrong[0]]}, which holds "
-                                f"position {state.positions[slots[wrong[0]]]}")
+        assert not len(wrong), (f"row {batch.rows[row]} reads position {wrong[0]} from slot {slots[wrong[0]]}, "
+                                f"which holds position {state.positions[slots[wrong[0]]]}")
         return state.tokens[slots]
 
     def _result(self, tokens: np.ndarray, batch: Batch) -> StepResult:
         top = batch.sampling.top_logprobs
         if top is None:
             return StepResult(tokens)
-        shape = (len(tokens), len(top))
-        return StepResult(tokens, np.full(len(tokens), -0.5, np.float32), np.tile(np.arange(len(top), dtype=np.int32), (shape[0], 1)),
-                          np.tile(-np.arange(len(top), dtype=np.float32) - 0.5, (shape[0], 1)))
+        ids = np.tile(np.arange(len(top), dtype=np.int32), (len(tokens), 1))
+        return StepResult(tokens, np.full(len(tokens), -0.5, np.float32), ids, -ids.astype(np.float32) - 0.5)
 
 
 def check_batch(batch: Batch, page_size: int, bucket: Bucket | None) -> None:
@@ -162,27 +163,24 @@ def check_batch(batch: Batch, page_size: int, bucket: Bucket | None) -> None:
     assert (counts[:rows] > 0).all() and not counts[rows:].any(), f"row sizes {counts.tolist()}"
     assert (batch.rows[:real] == np.repeat(np.arange(rows), counts[:rows])).all(), "tokens of a row are not together"
     singles = counts[:rows] == 1
-    assert not len(np.flatnonzero(~singles)) or not singles[np.flatnonzero(~singles)[0]:].any() or not _decodes_late(batch, rows), \
-        "a decode row follows a prefill row"
-    assert len(np.unique(batch.seqs[:rows])) == rows and (batch.seqs[:rows] > 0).all(), f"sequence slots {batch.seqs.tolist()}"
-    assert (batch.positions[batch.starts[1:rows + 1] - 1] + 1 == batch.lengths[:rows]).all(), "a row's length is not its last position + 1"
+    assert (singles[:-1] >= singles[1:]).all(), "a row of one token follows a longer one"
+    assert len(np.unique(batch.seqs[:rows])) == rows, f"sequence slots {batch.seqs.tolist()} repeat"
+    assert (batch.seqs[:rows] > 0).all(), "a real row has sequence slot 0"
+    ends = batch.positions[batch.starts[1:rows + 1] - 1] + 1
+    assert (ends == batch.lengths[:rows]).all(), "a row's length is not its last position + 1"
     slots, positions = batch.slots[:real], batch.positions[:real]
     pages = batch.pages[batch.rows[:real], positions // page_size]
-    assert (slots == pages * page_size + positions % page_size).all(), "a slot is not where the page table puts its position"
+    assert (slots == pages * page_size + positions % page_size).all(), "a slot is not its position's"
     assert (pages > 0).all(), "a real token is written to page 0"
     assert len(np.unique(slots)) == real, "two tokens are written to one slot"
     assert not batch.slots[real:].any(), "a padding token is written outside slot 0"
     used = -(-batch.lengths // page_size)
     beyond = np.arange(batch.pages.shape[1]) >= used[:, None]
-    assert ((batch.pages > 0) | beyond).all() and not (batch.pages * beyond).any(), "page table does not fit the lengths"
+    assert ((batch.pages > 0) | beyond).all(), "the page table is shorter than a row's length"
+    assert not (batch.pages * beyond).any(), "the page table is longer than a row's length"
     wanted = batch.targets != -2
     assert (batch.logit_rows[wanted] < real).all(), "logits of a padding token are wanted"
     if bucket is not None:
         sizes = (len(batch.tokens), len(batch.seqs), batch.pages.shape[1], len(batch.targets))
-        assert sizes == tuple((bucket.tokens, bucket.rows, bucket.pages, bucket.logits)), f"{sizes} in {bucket}"
+        assert sizes == (bucket.tokens, bucket.rows, bucket.pages, bucket.logits), f"{sizes} in {bucket}"
 
-
-def _decodes_late(batch: Batch, rows: int) -> bool:
-    """Is a row with its token still in State behind a row of several tokens?"""
-    first_long = int(np.flatnonzero(np.diff(batch.starts)[:rows] > 1)[0])
-    return bool((batch.tokens[batch.starts[first_long]:batch.starts[rows]] == -1).any())
