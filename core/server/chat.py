@@ -1,0 +1,138 @@
+"""`POST /v1/chat/completions`."""
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+
+from msgspec import UNSET
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ..messages import TextOutput, unpack_ids
+from ..scheduler.request import cache_domain
+from .context import Server
+from .conversation import generation_prompt, parse_messages, template_kwargs
+from .generation import Choice, Generation, Prompt, check_ended, new_id
+from .limits import read_object
+from .logprobs import chat_logprobs
+from .protocol import ChatRequest, refuse_unsupported
+from .stream import EventStream, event, json_response, unless_hung_up
+from .validate import check_choices, invalid, output_limit, sampling_params
+from .wire import Answer, ChatChoice, ChatLogprobs, ChunkChoice, Delta, Message, usage
+
+
+async def chat_completions(server: Server, request: Request) -> Response:
+    """Answer a conversation, whole or as a stream."""
+    server.require_ready()
+    body = await read_object(request, server.max_body)
+    refuse_unsupported(body)
+    asked = ChatRequest.model_validate(body)
+    server.require_model(asked.model)
+    generation = await start(server, asked)
+    answer = ChatAnswer(server, asked, generation)
+    if asked.stream:
+        return EventStream(answer.chunks(), server.config.server.sse_ping)
+    choices = await unless_hung_up(request, generation.collect())
+    return json_response(answer.whole(choices))
+
+
+def wanted_logprobs(asked: ChatRequest) -> int | None:
+    """How many alternatives per token; None = no log-probabilities at all."""
+    if not asked.logprobs:
+        if asked.top_logprobs:
+            raise invalid("top_logprobs", "needs logprobs to be true")
+        return None
+    return asked.top_logprobs or 0
+
+
+async def start(server: Server, asked: ChatRequest) -> Generation:
+    """Check everything and prepare the engine requests; nothing runs yet."""
+    bounds, n = server.bounds, asked.n or 1
+    check_choices(1, n, bounds)
+    logprobs = wanted_logprobs(asked)
+    messages, size = parse_messages(asked.messages)
+    ids = await server.text.encode_chat(
+        messages, size, **generation_prompt(asked.add_generation_prompt, asked.continue_final_message),
+        **template_kwargs(asked.chat_template_kwargs))
+    if asked.max_tokens == 0:
+        raise invalid("max_tokens", "must be at least 1")
+    limit = output_limit(asked.max_tokens, None, len(ids), bounds, "messages")
+    prompt = Prompt(ids, sampling_params(asked, bounds, limit, logprobs))
+    return Generation(server, new_id("chatcmpl"), [prompt], n, cache_domain(salt=asked.cache_salt),
+                      asked.priority or 0)
+
+
+class ChatAnswer:
+    """Turns the outputs of a generation into the response or its chunks."""
+
+    def __init__(self, server: Server, asked: ChatRequest, generation: Generation):
+        self.server, self.asked, self.generation = server, asked, generation
+        self.created = int(time.time())
+        options = asked.stream_options
+        self.include_usage = bool(options and options.include_usage)
+        self.continuous_usage = bool(options and options.continuous_usage_stats)
+
+    def whole(self, choices: list[Choice]) -> Answer:
+        """The buffered response."""
+        answers = [self._choice(i, choice) for i, choice in enumerate(choices)]
+        prompt_ids = self.generation.prompts[0].ids.tolist() if self.asked.return_token_ids else UNSET
+        return Answer(self.generation.id, "chat.completion", self.created, self.server.model, answers,
+                      usage(*self.generation.usage()), prompt_ids)
+
+    def _choice(self, index: int, choice: Choice) -> ChatChoice:
+        check_ended(choice.finish)
+        logprobs = None
+        if self.asked.logprobs:
+            logprobs = ChatLogprobs([token for tokens, values in choice.scored
+                                     for token in chat_logprobs(self.server.text, tokens, values).content])
+        ids = unpack_ids(b"".join(choice.tokens)).tolist() if self.asked.return_token_ids else UNSET
+        matched = choice.matched()
+        return ChatChoice(index, Message("".join(choice.text)), logprobs, choice.finish,
+                          UNSET if matched is None else matched, ids)
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        """The stream: role, text, one finish per choice and, if asked for, the usage."""
+        begun: set[int] = set()
+        async with aclosing(self.generation.outputs()) as outputs:
+            async for index, output in outputs:
+                check_ended(output.finish)
+                choice = self.generation.choices[index]
+                choice.count(output)
+                data = b""
+                if index not in begun:
+                    data = self._chunk(ChunkChoice(index, Delta(role="assistant", content="")), first=not begun)
+                    begun.add(index)
+                data += self._text(index, output)
+                if output.finish is not None:
+                    matched = choice.matched()
+                    data += self._chunk(ChunkChoice(index, Delta(), output.finish,
+                                                    stop_reason=UNSET if matched is None else matched))
+                if data:
+                    yield data
+        if self.include_usage:
+            yield event(Answer(self.generation.id, "chat.completion.chunk", self.created, self.server.model, [],
+                               usage(*self.generation.usage())))
+
+    def _text(self, index: int, output: TextOutput) -> bytes:
+        """The chunk with an output's text; nothing for an output that only holds a part of a character."""
+        logprobs = ids = UNSET
+        if self.asked.logprobs and output.logprobs is not None and output.tokens:
+            logprobs = chat_logprobs(self.server.text, output.tokens, output.logprobs)
+        if self.asked.return_token_ids and output.tokens:
+            ids = unpack_ids(output.tokens).tolist()
+        if not output.text and logprobs is UNSET and ids is UNSET:
+            return b""
+        return self._chunk(ChunkChoice(index, Delta(content=output.text), logprobs=logprobs, token_ids=ids))
+
+    def _chunk(self, choice: ChunkChoice, first: bool = False) -> bytes:
+        numbers = UNSET
+        if self.continuous_usage:
+            numbers = usage(*self.generation.usage())
+        elif self.include_usage:
+            numbers = None
+        prompt_ids = UNSET
+        if first and self.asked.return_token_ids:
+            prompt_ids = self.generation.prompts[0].ids.tolist()
+        return event(Answer(self.generation.id, "chat.completion.chunk", self.created, self.server.model, [choice],
+                            numbers, prompt_ids))

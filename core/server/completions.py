@@ -1,0 +1,150 @@
+"""`POST /v1/completions`: raw prompts as text or token ids, one or many, with echo and scoring."""
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Any
+
+from msgspec import UNSET
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ..messages import Logprobs, TextOutput, unpack_ids
+from ..scheduler.request import cache_domain
+from .context import Server
+from .generation import Choice, Generation, Prompt, check_ended, new_id
+from .limits import read_object
+from .logprobs import LegacyShape
+from .protocol import CompletionRequest, refuse_unsupported
+from .stream import EventStream, event, json_response, unless_hung_up
+from .validate import (
+    COMPLETION_TOKENS,
+    Bounds,
+    check_choices,
+    check_ids,
+    invalid,
+    output_limit,
+    sampling_params,
+    split_prompts,
+)
+from .wire import Answer, LegacyLogprobs, TextChoice, usage
+
+
+async def completions(server: Server, request: Request) -> Response:
+    """Continue one prompt or several, whole or as a stream."""
+    server.require_ready()
+    body = await read_object(request, server.max_body)
+    refuse_unsupported(body)
+    asked = CompletionRequest.model_validate(body)
+    server.require_model(asked.model)
+    generation = await start(server, asked)
+    answer = CompletionAnswer(server, asked, generation)
+    if asked.stream:
+        return EventStream(answer.chunks(), server.config.server.sse_ping)
+    choices = await unless_hung_up(request, generation.collect())
+    return json_response(answer.whole(choices))
+
+
+async def start(server: Server, asked: CompletionRequest) -> Generation:
+    """Check everything and prepare the engine requests; nothing runs yet."""
+    n = asked.n or 1
+    if asked.best_of is not None and asked.best_of != n:
+        raise invalid("best_of", f"is {asked.best_of}; only the value of n ({n}) is supported")
+    parts = split_prompts(asked.prompt)
+    check_choices(len(parts), n, server.bounds)
+    many = len(parts) > 1 or isinstance(asked.prompt[0] if asked.prompt else "", list)
+    names = [f"prompt[{i}]" if many and not isinstance(asked.prompt, str) else "prompt" for i in range(len(parts))]
+    prompts = [await read_prompt(server, asked, part, name) for part, name in zip(parts, names, strict=True)]
+    return Generation(server, new_id("cmpl"), prompts, n, cache_domain(salt=asked.cache_salt), asked.priority or 0)
+
+
+async def read_prompt(server: Server, asked: CompletionRequest, part: str | list[Any], param: str) -> Prompt:
+    """One prompt's ids and parameters."""
+    bounds: Bounds = server.bounds
+    if isinstance(part, str):
+        ids, text = await server.text.encode(part, asked.add_special_tokens is not False), part
+        if not len(ids):
+            raise invalid(param, "is empty: at least one token is needed")
+    else:
+        ids, text = check_ids(part, bounds, param), ""
+        if asked.echo:
+            text = await server.text.decode(ids, asked.skip_special_tokens is not False)
+    limit = output_limit(asked.max_tokens, COMPLETION_TOKENS, len(ids), bounds, param)
+    params = sampling_params(asked, bounds, limit, asked.logprobs, asked.logprobs if asked.echo else None)
+    return Prompt(ids, params, text)
+
+
+class CompletionAnswer:
+    """Turns the outputs of a generation into the response or its chunks."""
+
+    def __init__(self, server: Server, asked: CompletionRequest, generation: Generation):
+        self.server, self.asked, self.generation = server, asked, generation
+        self.created = int(time.time())
+        options = asked.stream_options
+        self.include_usage = bool(options and options.include_usage)
+        self.continuous_usage = bool(options and options.continuous_usage_stats)
+        self.shapes = [LegacyShape(server.text, choice.prompt.params.skip_special) for choice in generation.choices]
+
+    def whole(self, choices: list[Choice]) -> Answer:
+        """The buffered response."""
+        answers = [self._choice(i, choice) for i, choice in enumerate(choices)]
+        return self._answer(answers, usage(*self.generation.usage()))
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        """The stream: text with, in each choice's last chunk, its finish; then, if asked for, the usage."""
+        begun: set[int] = set()
+        async with aclosing(self.generation.outputs()) as outputs:
+            async for index, output in outputs:
+                self.generation.choices[index].count(output)
+                choice = self._part(index, output, index not in begun)
+                begun.add(index)
+                if choice is not None:
+                    numbers = None if self.include_usage else UNSET
+                    yield event(self._answer([choice], usage(*self.generation.usage()) if self.continuous_usage else numbers))
+        if self.include_usage:
+            yield event(self._answer([], usage(*self.generation.usage())))
+
+    def _part(self, index: int, output: TextOutput, first: bool) -> TextChoice | None:
+        """An output as a chunk's choice; None for one that only holds a part of a character."""
+        part = Choice(self.generation.choices[index].prompt)
+        part.add(output)
+        choice = self._choice(index, part, first)
+        silent = not choice.text and choice.logprobs is None and choice.token_ids is UNSET
+        return None if silent and choice.finish_reason is None else choice
+
+    def _choice(self, index: int, choice: Choice, first: bool = True) -> TextChoice:
+        check_ended(choice.finish)
+        prompt, wants_ids = choice.prompt, self.asked.return_token_ids
+        tokens = b"".join(choice.tokens)
+        echo = prompt.text if self.asked.echo and first else ""
+        matched = choice.matched()
+        return TextChoice(
+            index, echo + "".join(choice.text), self._logprobs(index, choice, first), choice.finish,
+            UNSET if matched is None else matched,
+            unpack_ids(tokens).tolist() if wants_ids and tokens else UNSET,
+            prompt.ids.tolist() if wants_ids and first else UNSET)
+
+    def _logprobs(self, index: int, choice: Choice, first: bool) -> LegacyLogprobs | None:
+        if self.asked.logprobs is None:
+            return None
+        shape, parts = self.shapes[index], []
+        if self.asked.echo and first:
+            scores = choice.prompt_logprobs or Logprobs(b"", 0, b"", b"")
+            parts.append(shape.add(choice.prompt.ids.tolist(), scores))
+        parts += [shape.add(unpack_ids(tokens).tolist(), values) for tokens, values in choice.scored if tokens]
+        return join(parts) if parts else None
+
+    def _answer(self, choices: list[TextChoice], numbers: Any) -> Answer:
+        return Answer(self.generation.id, "text_completion", self.created, self.server.model, choices, numbers)
+
+
+def join(parts: list[LegacyLogprobs]) -> LegacyLogprobs:
+    """Consecutive pieces as one."""
+    whole = LegacyLogprobs([], [], [], [])
+    for part in parts:
+        whole.tokens += part.tokens
+        whole.token_logprobs += part.token_logprobs
+        whole.top_logprobs += part.top_logprobs
+        whole.text_offset += part.text_offset
+    return whole

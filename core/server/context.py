@@ -1,0 +1,61 @@
+"""What all endpoints share: the engine's client, the text service, limits, metrics and the running requests."""
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from ..config import Config
+from ..errors import Overloaded, RequestError
+from .limits import size_bytes
+from .metrics import Metrics
+from .text_service import TextService
+from .validate import Bounds
+
+
+class Server:
+    """State of one app.
+
+    client: an `EngineClient`. running: id of each HTTP request that generates -> ids of its engine requests.
+    """
+
+    def __init__(self, client: Any, text: TextService, config: Config):
+        self.client, self.text, self.config = client, text, config
+        self.max_body = size_bytes(config.server.max_body)
+        self.created = int(time.time())
+        self.running: dict[str, tuple[str, ...]] = {}
+        self.metrics = Metrics()
+
+    @property
+    def info(self) -> dict[str, Any]:
+        """What the engine says about itself; empty while it loads."""
+        return self.client.info or {}
+
+    @property
+    def model(self) -> str:
+        """The name that clients use."""
+        info = self.info
+        return self.config.model.served_model_name or info.get("served_name") or info.get("model") or "default"
+
+    @property
+    def bounds(self) -> Bounds:
+        return Bounds(self.info["vocab_size"], self.info["max_model_len"], self.config.server.max_n)
+
+    def why_not_ready(self) -> str:
+        """The reason why no request can be taken now; "" = ready."""
+        ok, reason = self.client.health()
+        if not ok:
+            return reason or "the engine is not ready"
+        return "the server is shutting down and takes no new requests" if self.client.draining else ""
+
+    def require_ready(self) -> None:
+        """Raise 503 with the reason when no request can be taken."""
+        reason = self.why_not_ready()
+        if reason:
+            raise Overloaded(reason, status=503, retry_after=5)
+
+    def require_model(self, name: str | None) -> None:
+        """Raise 404 for a model that is not served here; no name means the one there is."""
+        names = (self.model, self.info.get("model"), self.config.model.model, "default")
+        if name and name not in names:
+            raise RequestError(f"model {name[:200]!r} does not exist; this server has {self.model!r}", status=404,
+                               param="model", code="model_not_found")

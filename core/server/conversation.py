@@ -1,0 +1,117 @@
+"""Chat messages and template arguments, checked and brought into the one form that templates read."""
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from ..errors import RequestError
+from .errors import shown
+from .limits import MAX_DEPTH, MAX_TEMPLATE_KWARGS, MAX_TEXT, nesting_depth
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+TEXT_PARTS = ("text", "input_text", "output_text")
+MEDIA_PARTS = ("image_url", "input_image", "image", "input_audio", "audio_url", "video_url", "file", "input_file")
+RESERVED_KWARGS = frozenset((
+    "tokenize", "chat_template", "messages", "conversation", "conversations", "tools", "documents", "bos_token",
+    "eos_token", "pad_token", "unk_token", "return_dict", "return_tensors", "self", "raise_exception", "strftime_now",
+    "add_generation_prompt", "continue_final_message", "padding", "truncation", "max_length", "source", "tokenizer",
+    "kwargs", "varargs", "caller", "loop", "super", "range", "dict", "lipsum", "cycler", "joiner", "namespace",
+    "template"))
+
+
+def fault(path: str, message: str, code: str = "invalid_value") -> RequestError:
+    return RequestError(f"{path} {message}", param=path, code=code)
+
+
+def parse_messages(messages: list[Any]) -> tuple[list[dict[str, Any]], int]:
+    """Messages for the template, and the number of characters in them. Raises 400 that names the faulty place."""
+    parsed = [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+    return parsed, sum(len(message["content"]) for message in parsed)
+
+
+def _message(message: Any, path: str) -> dict[str, Any]:
+    if not isinstance(message, dict):
+        raise fault(path, f"must be an object with role and content; got {shown(message)}")
+    role = message.get("role")
+    if role not in ROLES:
+        raise fault(f"{path}.role", f"must be one of {', '.join(ROLES)}; got {shown(role)}")
+    parsed: dict[str, Any] = {"role": role}
+    calls = message.get("tool_calls")
+    if role == "assistant" and calls:
+        parsed["tool_calls"] = _tool_calls(calls, f"{path}.tool_calls")
+    content = message.get("content")
+    if content is None and role == "assistant" and (calls or isinstance(message.get("refusal"), str)):
+        content = message.get("refusal") if not calls else ""
+    parsed["content"] = _content(content, f"{path}.content")
+    for key in ("name", "tool_call_id", "reasoning_content", "reasoning"):
+        if isinstance(message.get(key), str):
+            parsed["reasoning_content" if key == "reasoning" else key] = message[key]
+    return parsed
+
+
+def _content(content: Any, path: str) -> str:
+    """A string, or the texts of a list of parts put together; nothing is added between parts."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise fault(path, f"must be a string or a list of parts; got {shown(content)}")
+    return "".join(_part(part, f"{path}[{i}]") for i, part in enumerate(content))
+
+
+def _part(part: Any, path: str) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind in MEDIA_PARTS:
+        raise fault(path, f"has type {kind!r}: images, audio and files are not supported yet", "unsupported_parameter")
+    if kind == "refusal" and isinstance(part.get("refusal"), str):
+        return part["refusal"]
+    if kind not in TEXT_PARTS or not isinstance(part.get("text"), str):
+        raise fault(path, f"must be {{'type': 'text', 'text': ...}}; got {shown(part)}")
+    return part["text"]
+
+
+def _tool_calls(calls: Any, path: str) -> list[dict[str, Any]]:
+    """Calls that the model made earlier; templates want the arguments as an object, clients send them as JSON text."""
+    if not isinstance(calls, list):
+        raise fault(path, f"must be a list; got {shown(calls)}")
+    parsed = []
+    for i, call in enumerate(calls):
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise fault(f"{path}[{i}].function.name", f"must be a string; got {shown(function)}")
+        arguments = function.get("arguments", "{}")
+        if not isinstance(arguments, str):
+            raise fault(f"{path}[{i}].function.arguments", f"must be a string of JSON; got {shown(arguments)}")
+        parsed.append({"id": str(call.get("id", "")), "type": "function",
+                       "function": {"name": function["name"], "arguments": _arguments(arguments)}})
+    return parsed
+
+
+def _arguments(text: str) -> Any:
+    """The object that a JSON text stands for; a model may also have written something else, which stays as it is."""
+    data = text.encode("utf-8", "replace")
+    try:
+        return msgspec.json.decode(data) if data and nesting_depth(data, MAX_DEPTH) <= MAX_DEPTH else text or {}
+    except (msgspec.DecodeError, UnicodeError):
+        return text
+
+
+def template_kwargs(kwargs: dict[str, Any] | None) -> dict[str, Any]:
+    """`chat_template_kwargs`: a few plain values under names that mean nothing to the renderer itself."""
+    kwargs = kwargs or {}
+    if len(kwargs) > MAX_TEMPLATE_KWARGS:
+        raise fault("chat_template_kwargs", f"has {len(kwargs)} entries; at most {MAX_TEMPLATE_KWARGS} are allowed")
+    for name, value in kwargs.items():
+        path = f"chat_template_kwargs.{name[:MAX_TEXT]}"
+        if name in RESERVED_KWARGS or name.startswith("_") or not name.isidentifier():
+            raise fault(path, "is a reserved name or not a name")
+        if not isinstance(value, (str, int, float, bool, type(None))) or len(str(value)) > MAX_TEXT:
+            raise fault(path, f"must be a number, true, false, null or a string of at most {MAX_TEXT} characters")
+    return kwargs
+
+
+def generation_prompt(add: bool | None, resume: bool | None) -> dict[str, bool]:
+    """`add_generation_prompt` and `continue_final_message` with their defaults; asking for both is a contradiction."""
+    if add and resume:
+        raise fault("continue_final_message", "and add_generation_prompt cannot both be true")
+    return {"add_generation_prompt": not resume if add is None else add, "continue_final_message": bool(resume)}

@@ -1,0 +1,101 @@
+"""Every error as OpenAI's envelope: {"error": {"message", "type", "param", "code"}}; the last two may be null."""
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import pydantic
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from ..errors import EngineDead, RequestError
+
+log = logging.getLogger(__name__)
+
+STATUS_CODES = {401: "invalid_api_key", 404: "not_found", 405: "method_not_allowed", 413: "request_too_large",
+                415: "unsupported_media_type", 431: "headers_too_large", 429: "overloaded", 503: "unavailable"}
+ABORTED = "aborted"
+
+
+class ErrorBody(msgspec.Struct):
+    """The inner object of the envelope."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+def field_path(loc: tuple[Any, ...]) -> str:
+    """A pydantic location as OpenAI writes it: ("messages", 0, "role") -> "messages[0].role"."""
+    path = ""
+    for part in loc:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        else:
+            path += f".{part}" if path else str(part)
+    return path
+
+
+def shown(value: Any, limit: int = 80) -> str:
+    """A value for a message, cut to `limit` characters. Only the beginning of a long text or list is ever formatted."""
+    text = repr(value[:limit] if isinstance(value, (str, list, bytes)) else value)
+    return text if len(text) <= limit else text[:limit] + "..."
+
+
+def validation_error(error: pydantic.ValidationError) -> RequestError:
+    """The first complaint of pydantic as a 400 that names the field and its value."""
+    first = error.errors(include_url=False, include_context=False)[0]
+    path = field_path(first["loc"])
+    if first["type"] == "missing":
+        return RequestError(f"{path} is required", param=path, code="missing_required_parameter")
+    reason = first["msg"].removeprefix("Value error, ").removeprefix("Input ")
+    return RequestError(f"{path or 'the body'} {reason}; got {shown(first['input'])}",
+                        param=path or None, code="invalid_value")
+
+
+def as_request_error(error: Exception) -> RequestError:
+    """Any exception as the error that the client is told; what nobody foresaw is logged and becomes a bare 500."""
+    if isinstance(error, RequestError):
+        return error
+    if isinstance(error, pydantic.ValidationError):
+        return validation_error(error)
+    if isinstance(error, EngineDead):
+        return RequestError(f"the engine is gone: {error}", status=503, code="engine_dead", kind="server_error")
+    if isinstance(error, HTTPException):
+        return RequestError(error.detail, status=error.status_code)
+    log.error("request failed", exc_info=error)
+    return RequestError("internal server error; the server's log has the details", status=500,
+                        code="internal_error", kind="server_error")
+
+
+def error_body(error: RequestError) -> ErrorBody:
+    """The envelope's inner object."""
+    return ErrorBody(error.message, error.kind, error.param, error.code or STATUS_CODES.get(error.status))
+
+
+def encode_error(error: RequestError) -> bytes:
+    """The whole envelope as JSON."""
+    return msgspec.json.encode({"error": error_body(error)})
+
+
+def error_headers(error: RequestError) -> dict[str, str]:
+    """Headers that tell clients whether and when to try again, and how to log in."""
+    headers = {}
+    if error.status in (429, 503):
+        headers["Retry-After"] = str(max(1, round(error.retry_after or 1)))
+    if error.code == ABORTED:
+        headers["x-should-retry"] = "false"
+    if error.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    if error.status == 413:
+        headers["Connection"] = "close"
+    return headers
+
+
+def error_response(error: Exception, headers: Mapping[str, str] | None = None) -> Response:
+    """The HTTP answer to an exception."""
+    known = as_request_error(error)
+    return Response(encode_error(known), known.status, {**error_headers(known), **(headers or {})}, "application/json")

@@ -1,0 +1,167 @@
+"""The engine requests behind one HTTP request: started together, merged into one stream, ended together."""
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+
+from ..errors import RequestError
+from ..messages import Logprobs, SamplingParams, Submit, TextOutput, Watch, pack_ids
+from .context import Server
+from .errors import ABORTED
+from .validate import nth_seed
+
+
+def new_id(prefix: str) -> str:
+    """A response id such as "chatcmpl-5f0c..."."""
+    return f"{prefix}-{uuid.uuid4().hex}"
+
+
+@dataclass
+class Prompt:
+    """One prompt: its ids, and how it is sampled. `text` is its text where the answer repeats it."""
+
+    ids: np.ndarray
+    params: SamplingParams
+    text: str = ""
+
+
+@dataclass
+class Choice:
+    """All that arrived for one answer. scored: packed ids with their log-probabilities, output by output."""
+
+    prompt: Prompt
+    text: list[str] = field(default_factory=list)
+    tokens: list[bytes] = field(default_factory=list)
+    scored: list[tuple[bytes, Logprobs]] = field(default_factory=list)
+    prompt_logprobs: Logprobs | None = None
+    finish: str | None = None
+    stop_reason: str | None = None
+    cached: int = 0
+    completion: int = 0
+
+    def count(self, output: TextOutput) -> None:
+        """Take over the numbers of one output."""
+        self.completion = output.completion_tokens
+        self.cached = max(self.cached, output.cached_tokens)
+        self.finish, self.stop_reason = output.finish, output.stop_reason
+
+    def add(self, output: TextOutput) -> None:
+        """Take over all of one output."""
+        self.count(output)
+        self.text.append(output.text)
+        self.tokens.append(output.tokens)
+        if output.logprobs is not None:
+            self.scored.append((output.tokens, output.logprobs))
+        if output.prompt_logprobs is not None:
+            self.prompt_logprobs = output.prompt_logprobs
+
+    def matched(self) -> str | int | None:
+        """The request's own stop string or stop id that ended it; None for the model's end or the limit."""
+        params, reason = self.prompt.params, self.stop_reason
+        if reason is None or reason in params.stop:
+            return reason
+        return int(reason) if reason.isdecimal() and int(reason) in params.stop_token_ids else None
+
+
+class Generation:
+    """`n` answers to each prompt; choice i answers prompt i // n with the request's seed + i % n."""
+
+    def __init__(self, server: Server, id: str, prompts: Sequence[Prompt], n: int = 1, domain: bytes = b"",
+                 priority: int = 0):
+        if id in server.running:
+            raise RequestError(f"request id {id!r} is in use", param="rid", status=400)
+        self.server, self.id, self.prompts, self.n = server, id, prompts, n
+        self.domain, self.priority = domain, priority
+        self.choices = [Choice(prompt) for prompt in prompts for _ in range(n)]
+        self.started = time.time()
+
+    def _submit(self, index: int, id: str) -> tuple[Submit, Watch]:
+        prompt = self.choices[index].prompt
+        params = prompt.params
+        if index % self.n:
+            params = msgspec.structs.replace(params, seed=nth_seed(params.seed, index % self.n))
+        submit = Submit(id, pack_ids(prompt.ids), params, self.domain, self.priority, time.monotonic())
+        return submit, Watch(id, params.stop, params.include_stop, params.skip_special, params.min_tokens)
+
+    async def outputs(self) -> AsyncIterator[tuple[int, TextOutput]]:
+        """(choice, output) pairs as they come. Closing this early, or cancelling its task, aborts what still runs."""
+        ids = [self.id] if len(self.choices) == 1 else [f"{self.id}-{i}" for i in range(len(self.choices))]
+        self.server.running[self.id] = tuple(ids)
+        try:
+            merged = self._one(0, ids[0]) if len(ids) == 1 else self._merge(ids)
+            async with aclosing(merged):
+                async for pair in merged:
+                    yield pair
+        finally:
+            del self.server.running[self.id]
+
+    async def _one(self, index: int, id: str) -> AsyncIterator[tuple[int, TextOutput]]:
+        clock = self.server.metrics.clock(len(self.choices[index].prompt.ids))
+        finish = "abort"
+        try:
+            stream = self.server.client.generate(*self._submit(index, id))
+            async with aclosing(stream):
+                async for output in stream:
+                    clock.output(output.completion_tokens)
+                    finish = output.finish or finish
+                    yield index, output
+        except RequestError:
+            finish = "error"
+            raise
+        finally:
+            clock.end(finish)
+
+    async def _merge(self, ids: list[str]) -> AsyncIterator[tuple[int, TextOutput]]:
+        queue: asyncio.Queue[tuple[int, TextOutput] | BaseException | None] = asyncio.Queue()
+
+        async def pump(index: int, id: str) -> None:
+            last: BaseException | None = None
+            try:
+                async with aclosing(self._one(index, id)) as outputs:
+                    async for pair in outputs:
+                        queue.put_nowait(pair)
+            except Exception as error:  # carried to the reader, who raises it
+                last = error
+            queue.put_nowait(last)
+
+        tasks = [asyncio.ensure_future(pump(i, id)) for i, id in enumerate(ids)]
+        try:
+            left = len(tasks)
+            while left:
+                item = await queue.get()
+                if item is None:
+                    left -= 1
+                elif isinstance(item, BaseException):
+                    raise item
+                else:
+                    yield item
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def collect(self) -> list[Choice]:
+        """All answers, complete."""
+        async with aclosing(self.outputs()) as outputs:
+            async for index, output in outputs:
+                self.choices[index].add(output)
+        return self.choices
+
+    def usage(self) -> tuple[int, int, int]:
+        """Prompt, completion and cached tokens so far. A prompt counts once however often it is answered."""
+        firsts = self.choices[::self.n]
+        return (sum(len(prompt.ids) for prompt in self.prompts), sum(choice.completion for choice in self.choices),
+                sum(choice.cached for choice in firsts))
+
+
+def check_ended(finish: str | None) -> None:
+    """Raise when somebody else than the model or the client ended a request."""
+    if finish == "abort":
+        raise RequestError("the request was aborted by the server", status=503, code=ABORTED, kind="server_error")

@@ -1,0 +1,170 @@
+"""Request bodies as clients send them. Unknown fields are ignored; known ones that cannot be honoured are refused.
+
+Both dialects of the field are understood: OpenAI's with the common extensions of vLLM, and SGLang's names.
+Sources: OpenAI's OpenAPI description; `max_new_tokens` and its like from SGLang's native API.
+"""
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, StrictInt
+
+from ..errors import RequestError
+from .limits import MAX_BIAS, MAX_STOP_CHARS, MAX_STOP_IDS, MAX_STOPS, MAX_TEXT
+
+INT64 = 2**63
+
+
+def _stop_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+ShortText = Annotated[str, Field(max_length=MAX_TEXT)]
+
+
+class Body(BaseModel):
+    """No coercion between types: "0.5" is not a number and true is not 1."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+
+class StreamOptions(Body):
+    """`stream_options`; `continuous_usage_stats` puts usage into every chunk."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class SamplingFields(Body):
+    """How to sample; None = the default. Ranges are OpenAI's where OpenAI has the field."""
+
+    max_tokens: int | None = Field(None, ge=0, validation_alias=AliasChoices(
+        "max_completion_tokens", "max_tokens", "max_new_tokens"))
+    min_tokens: int | None = Field(None, ge=0, validation_alias=AliasChoices("min_tokens", "min_new_tokens"))
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, ge=0, le=1)
+    top_k: int | None = Field(None, ge=-1)
+    min_p: float | None = Field(None, ge=0, le=1)
+    seed: int | None = Field(None, ge=-INT64, lt=INT64, validation_alias=AliasChoices("seed", "sampling_seed"))
+    repetition_penalty: float | None = Field(None, gt=0, le=10)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(None, max_length=MAX_BIAS)
+    stop: Annotated[list[StopString], BeforeValidator(_stop_list), Field(max_length=MAX_STOPS)] | None = None
+    stop_token_ids: list[int] | None = Field(None, max_length=MAX_STOP_IDS)
+    include_stop_str_in_output: bool | None = Field(None, validation_alias=AliasChoices(
+        "include_stop_str_in_output", "no_stop_trim"))
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    n: int | None = Field(None, ge=1)
+
+
+class RequestFields(SamplingFields):
+    """What chat and completions have in common."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    priority: int | None = Field(None, ge=-2**31, lt=2**31)
+    cache_salt: ShortText | None = Field(None, validation_alias=AliasChoices("cache_salt", "extra_key"))
+    return_token_ids: bool | None = None
+
+
+class ChatRequest(RequestFields):
+    """`POST /v1/chat/completions`; messages are checked by `core.server.conversation`."""
+
+    messages: list[Any] = Field(min_length=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class CompletionRequest(RequestFields):
+    """`POST /v1/completions`; the forms of `prompt` are checked by `core.server.validate`."""
+
+    prompt: Any = None
+    echo: bool | None = None
+    logprobs: int | None = Field(None, ge=0, le=20)
+    best_of: int | None = None
+    add_special_tokens: bool | None = None
+
+
+class GenerateRequest(Body):
+    """`POST /generate`, the native call: text or token ids in, token ids and text out."""
+
+    text: str | list[str] | None = None
+    input_ids: Any = None
+    sampling_params: SamplingFields | None = None
+    stream: bool | None = None
+    return_logprob: bool | None = None
+    logprob_start_len: int | None = Field(None, ge=-1)
+    top_logprobs_num: int | None = Field(None, ge=0, le=20)
+    rid: ShortText | None = Field(None, min_length=1)
+    priority: int | None = Field(None, ge=-2**31, lt=2**31)
+    cache_salt: ShortText | None = Field(None, validation_alias=AliasChoices("cache_salt", "extra_key"))
+
+
+class TokenizeRequest(Body):
+    """`POST /tokenize`: a text under any of its usual names, or a conversation."""
+
+    text: str | None = Field(None, validation_alias=AliasChoices("prompt", "text", "content"))
+    messages: list[Any] | None = Field(None, min_length=1)
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(Body):
+    """`POST /detokenize`."""
+
+    tokens: list[StrictInt]
+    skip_special_tokens: bool | None = None
+
+
+LATER = "is not supported yet"
+REFUSED: dict[str, str] = {
+    **dict.fromkeys(("tools", "functions", "function_call", "structured_outputs", "guided_json", "guided_regex",
+                     "guided_choice", "guided_grammar", "json_schema", "regex", "ebnf", "grammar", "bad_words",
+                     "allowed_token_ids", "lora_path", "lora_adapter", "stop_regex", "logits_processors",
+                     "image_data", "audio_data", "video_data", "truncate_prompt_tokens", "suffix",
+                     "return_hidden_states", "thinking_token_budget", "documents", "moderation"), LATER),
+    "prompt_embeds": "is not supported: prompts are text or token ids",
+    "chat_template": "is refused: the server decides the template (--chat-template)",
+    "custom_logit_processor": "is refused: code from clients is never run",
+    "use_beam_search": "is not supported; use n with sampling",
+    "prompt_logprobs": "is not supported; use /v1/completions with echo and logprobs",
+}
+
+
+def _wanted(value: Any) -> bool:
+    """Does this value of an optional field ask for something? 0 does where a number is meant."""
+    return value is not None and value is not False and value not in ("", [], {})
+
+
+def refuse_unsupported(body: dict[str, Any]) -> None:
+    """A 400 that names the first field which would be ignored although it asks for something."""
+    for field in REFUSED.keys() & body.keys():
+        if _wanted(body[field]) and not (field == "tools" and tools_are_off(body)):
+            raise RequestError(f"{field} {REFUSED[field]}", param=field, code="unsupported_parameter")
+    choice = body.get("tool_choice")
+    if choice not in (None, "none", "auto"):
+        raise RequestError(f"tool_choice other than none {LATER}", param="tool_choice", code="unsupported_parameter")
+    form = body.get("response_format")
+    if form is not None and not (isinstance(form, dict) and form.get("type") == "text"):
+        raise RequestError(f"response_format other than {{'type': 'text'}} {LATER}", param="response_format",
+                           code="unsupported_parameter")
+    if body.get("modalities") not in (None, [], ["text"]):
+        raise RequestError(f"modalities other than ['text'] {LATER}", param="modalities", code="unsupported_parameter")
+
+
+def tools_are_off(body: dict[str, Any]) -> bool:
+    """Tools that are well formed and that `tool_choice` forbids to use."""
+    tools = body["tools"]
+    return (body.get("tool_choice") == "none" and isinstance(tools, list)
+            and all(isinstance(tool, dict) and isinstance(tool.get("function"), dict)
+                    and isinstance(tool["function"].get("name"), str) for tool in tools))
