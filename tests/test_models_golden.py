@@ -6,9 +6,11 @@ import random
 
 import numpy as np
 import pytest
+import torch
 
 from .harness import Runner
 from .tiny import KINDS, hf_logits, tiny_model
+from .tiny_gguf import ARCHS, tiny_gguf
 
 TOLERANCE = 1e-4
 CASES = [(kind, *target) for kind in KINDS for target in (("reference", "f64"), ("reference", "f32"), ("cpu", "f32"))]
@@ -76,3 +78,15 @@ def test_greedy_from_state(kind, platform, dtype):
     for prompt, row in zip(prompts, have, strict=True):
         want = hf_logits(kind, prompt + row.tolist()).numpy()[len(prompt) - 1:-1]
         assert np.array_equal(row, want.argmax(-1))
+
+
+@pytest.mark.parametrize("platform", ["reference", "cpu"])
+@pytest.mark.parametrize("kind", ARCHS)
+def test_gguf_in_mixed_formats(kind, platform):
+    """Kept and expanded formats side by side in one stack, permuted rows, norms stored as 1 + w, rope factors."""
+    path, model = tiny_gguf(kind)
+    with torch.no_grad():
+        want = model(torch.tensor([tokens(45)]), use_cache=False).logits[0].numpy()
+    run = Runner(platform, path, "f32", page_size=4)
+    close(run.logits((1, tokens(45)[:20]))[0], want[:20])
+    close(run.logits((1, tokens(45)[20:]))[0], want[20:])

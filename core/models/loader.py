@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
@@ -13,9 +13,9 @@ import numpy as np
 
 from ..errors import CheckpointError
 from ..platform import Batch, Manifest, Ops, Tensor, Unsupported, Weight
-from ..specs import LayerState, RawTensor, WeightSpec
+from ..specs import LayerState, RawTensor
 from .architectures import find_architecture
-from .blocks import Layout, Stack
+from .blocks import Entry, Layout, Projections
 from .config import ModelConfig, eos_ids, parse_config
 from .fields import Fields
 
@@ -31,7 +31,8 @@ RECOMPUTED = (".rotary_emb.inv_freq", "rope_freqs.weight")
 class LoadedModel:
     """A model ready to be compiled: `platform.compile(model.forward, model.weights, bucket)`.
 
-    dtype: that it computes in.  report: lines for people: how many weights are in which format, and which were expanded and why.
+    report: lines for people: how many weights are in which format, and which were expanded and why.
+    dtype:  that it computes in.
     """
 
     forward: Callable[[Ops, Any, Batch], Tensor]
@@ -82,14 +83,16 @@ def model_name(path: Path) -> str:
     return Path(path).stem if Path(path).suffix == ".gguf" else Path(path).name
 
 
-def stacks(layout: Layout) -> Iterator[Stack]:
+def entries(layout: Layout) -> Iterator[Entry]:
     """Every entry of a layout, in order."""
     for value in layout.values():
-        if isinstance(value, Stack):
+        if isinstance(value, Entry):
             yield value
+        elif isinstance(value, Projections):
+            yield from value.weights + value.biases
         else:
             for layer in value:
-                yield from stacks(layer)
+                yield from entries(layer)
 
 
 def _eos_ids(checkpoint: Any, config: ModelConfig) -> tuple[int, ...]:
@@ -111,7 +114,7 @@ def _tensor_names(names: frozenset[str]) -> dict[str, str]:
 
 
 def _check_names(layout: Layout, names: Mapping[str, str], config: ModelConfig) -> None:
-    wanted = {name for stack in stacks(layout) for name in stack.spec.names}
+    wanted = {entry.name for entry in entries(layout)}
     missing, extra = wanted - names.keys(), names.keys() - wanted
     if config.tied:
         extra -= {"lm_head.weight"}  # some files store the tied matrix twice
@@ -127,11 +130,11 @@ def _list(names: set[str], limit: int = 8) -> str:
 
 
 def _check_shapes(layout: Layout, names: Mapping[str, str], checkpoint: Any) -> None:
-    for stack in stacks(layout):
-        for name, shape in zip(stack.spec.names, stack.shapes, strict=True):
-            _, have = checkpoint.describe(names[name])
-            if have != shape:
-                raise CheckpointError(f"{names[name]} has shape {list(have)}, the configuration says {list(shape)}")
+    for entry in entries(layout):
+        _, shape = checkpoint.describe(names[entry.name])
+        if shape != entry.shape:
+            raise CheckpointError(f"{names[entry.name]} has shape {list(shape)}, the configuration says "
+                                  f"{list(entry.shape)}")
 
 
 def _check_attention(config: ModelConfig, platform: Any, manifest: Manifest, dtype: str, page_size: int) -> None:
@@ -145,7 +148,7 @@ def _check_attention(config: ModelConfig, platform: Any, manifest: Manifest, dty
 def _format_reasons(layout: Layout, names: Mapping[str, str], checkpoint: Any, platform: Any, manifest: Manifest,
                     dtype: str) -> dict[str, str | None]:
     """Quantized format -> None if the platform keeps it, else why it must be expanded."""
-    formats = {checkpoint.describe(names[name])[0] for stack in stacks(layout) for name in stack.spec.names}
+    formats = {checkpoint.describe(names[entry.name])[0] for entry in entries(layout)}
     reasons: dict[str, str | None] = {}
     for name in sorted(formats - set(DENSE)):
         reasons[name] = f"{manifest.name} has no kernel for it"
@@ -166,9 +169,16 @@ class _Placer:
         self.done = 0
 
     def place(self, layout: Layout) -> dict[str, Any]:
-        """The weight tree: leaves where the layout has stacks."""
-        return {key: self._place_stack(value) if isinstance(value, Stack) else [self.place(layer) for layer in value]
-                for key, value in layout.items()}
+        """The weight tree: leaves where the layout has entries."""
+        tree: dict[str, Any] = {}
+        for key, value in layout.items():
+            if isinstance(value, Entry):
+                tree[key] = self._load([value])
+            elif isinstance(value, Projections):
+                tree[key] = self._place_projections(value)
+            else:
+                tree[key] = [self.place(layer) for layer in value]
+        return tree
 
     def report(self) -> list[str]:
         """One line for each format of the matrices."""
@@ -183,23 +193,20 @@ class _Placer:
                 lines.append(f"{count} x {name} expanded to {self.dtype}: {self.reasons[name]}")
         return lines
 
-    def _kept(self, raw: RawTensor) -> str:
-        """What the platform will hold it as: parts that agree can share a leaf."""
-        return self.dtype if raw.dtype in DENSE or self.reasons[raw.dtype] else raw.dtype
+    def _place_projections(self, stack: Projections) -> tuple[tuple[Weight, ...], ...]:
+        columns = (stack.weights, stack.biases) if stack.biases else (stack.weights,)
+        runs = groupby(zip(*columns, strict=True), key=lambda parts: self._kept(parts[0]))
+        return tuple(tuple(self._load(column) for column in zip(*run, strict=True)) for _, run in runs)
 
-    def _place_stack(self, stack: Stack) -> Weight | tuple[Weight, ...]:
-        raws = [self.checkpoint.tensor(self.names[name]) for name in stack.spec.names]
-        if stack.joint:
-            return self._load(raws, stack.spec)
-        parts = zip(raws, stack.spec.names, strict=True)
-        leaves = []
-        for _, group in groupby(parts, key=lambda part: self._kept(part[0])):
-            group_raws, group_names = zip(*group, strict=True)
-            leaves.append(self._load(list(group_raws), replace(stack.spec, names=group_names)))
-        return tuple(leaves)
+    def _kept(self, entry: Entry) -> str:
+        """What the platform will hold it as: neighbours that agree can share a leaf."""
+        name, _ = self.checkpoint.describe(self.names[entry.name])
+        return self.dtype if name in DENSE or self.reasons[name] else name
 
-    def _load(self, raws: list[RawTensor], spec: WeightSpec) -> Weight:
-        size = sum(memoryview(raw.data).nbytes for raw in raws)
+    def _load(self, stack: Sequence[Entry]) -> Weight:
+        spec = replace(stack[0].spec, names=tuple(entry.name for entry in stack))
+        raws = [self.checkpoint.tensor(self.names[name]) for name in spec.names]
+        self.done += sum(memoryview(raw.data).nbytes for raw in raws)
         if spec.role == "norm" and self.add_one:
             raws = [_plus_one(raw, name) for raw, name in zip(raws, spec.names, strict=True)]
         try:
@@ -210,7 +217,6 @@ class _Placer:
             self.counts.update(raw.dtype for raw in raws)
             if hasattr(self.platform, "describe"):
                 self.described.setdefault(raws[0].dtype, self.platform.describe(leaf))
-        self.done += size
         if self.progress is not None:
             self.progress(self.done, self.checkpoint.nbytes)
         return leaf
