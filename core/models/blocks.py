@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..platform import Ops, Tensor
-from ..specs import Role, WeightSpec
+from ..specs import Role
 from .config import ModelConfig
 
 Layer = Mapping[str, Any]
@@ -23,10 +23,6 @@ class Entry(NamedTuple):
     role: Role
     shape: tuple[int, ...]
     cut: int | None = None
-
-    @property
-    def spec(self) -> WeightSpec:
-        return WeightSpec((self.name,), self.role, self.cut)
 
 
 class Projections(NamedTuple):

@@ -13,7 +13,8 @@ import numpy as np
 
 from ..errors import CheckpointError
 from ..platform import Batch, Manifest, Ops, Tensor, Unsupported, Weight
-from ..specs import LayerState, RawTensor
+from ..quant.formats import FORMATS
+from ..specs import LayerState, RawTensor, WeightSpec
 from .architectures import find_architecture
 from .blocks import Entry, Layout, Projections
 from .config import ModelConfig, eos_ids, parse_config
@@ -60,7 +61,7 @@ def load_model(checkpoint: Any, platform: Any, manifest: Manifest, dtype: str, s
     layout = architecture.layout(config)
     names = _tensor_names(checkpoint.names)
     _check_names(layout, names, config)
-    _check_shapes(layout, names, checkpoint)
+    _check_tensors(layout, names, checkpoint)
     _check_attention(config, platform, manifest, dtype, page_size or manifest.page_sizes[0])
     reasons = _format_reasons(layout, names, checkpoint, platform, manifest, dtype)
     expanded = {f: r for f, r in reasons.items() if r is not None}
@@ -129,9 +130,13 @@ def _list(names: set[str], limit: int = 8) -> str:
     return shown + (f" and {len(names) - limit} more" if len(names) > limit else "")
 
 
-def _check_shapes(layout: Layout, names: Mapping[str, str], checkpoint: Any) -> None:
+def _check_tensors(layout: Layout, names: Mapping[str, str], checkpoint: Any) -> None:
     for entry in entries(layout):
-        _, shape = checkpoint.describe(names[entry.name])
+        name, shape = checkpoint.describe(names[entry.name])
+        vector = entry.role in ("norm", "bias")
+        if name not in DENSE and (vector or FORMATS[name].kind == "int"):
+            raise CheckpointError(f"{names[entry.name]} is stored as {name}; it must be {', '.join(DENSE)}"
+                                  + ("" if vector else " or a quantized format"))
         if shape != entry.shape:
             raise CheckpointError(f"{names[entry.name]} has shape {list(shape)}, the configuration says "
                                   f"{list(entry.shape)}")
@@ -204,11 +209,11 @@ class _Placer:
         return self.dtype if name in DENSE or self.reasons[name] else name
 
     def _load(self, stack: Sequence[Entry]) -> Weight:
-        spec = replace(stack[0].spec, names=tuple(entry.name for entry in stack))
+        spec = WeightSpec(tuple(entry.name for entry in stack), stack[0].role, stack[0].cut)
         raws = [self.checkpoint.tensor(self.names[name]) for name in spec.names]
         self.done += sum(memoryview(raw.data).nbytes for raw in raws)
         if spec.role == "norm" and self.add_one:
-            raws = [_plus_one(raw, name) for raw, name in zip(raws, spec.names, strict=True)]
+            raws = [_plus_one(raw) for raw in raws]
         try:
             leaf = self.platform.load(raws, spec, self.dtype)
         except Unsupported as error:
@@ -222,12 +227,10 @@ class _Placer:
         return leaf
 
 
-def _plus_one(raw: RawTensor, name: str) -> RawTensor:
+def _plus_one(raw: RawTensor) -> RawTensor:
     """Gemma's Hugging Face checkpoints store w where the norm multiplies by 1 + w."""
     if raw.dtype == "bf16":
         values = (np.frombuffer(raw.data, "<u2").astype(np.uint32) << 16).view(np.float32)
-    elif raw.dtype in ("f16", "f32"):
-        values = np.frombuffer(raw.data, {"f16": "<f2", "f32": "<f4"}[raw.dtype]).astype(np.float32)
     else:
-        raise CheckpointError(f"{name} is a norm stored as {raw.dtype}; it must be f32, f16 or bf16")
+        values = np.frombuffer(raw.data, {"f16": "<f2", "f32": "<f4", "f64": "<f8"}[raw.dtype]).astype(np.float32)
     return RawTensor("f32", raw.shape, (values + np.float32(1)).view(np.uint8))

@@ -1,0 +1,188 @@
+"""Loading: names, shapes and formats are checked before the first weight is placed, and each fault is named."""
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from isthmus.core.discovery import load_platform
+from isthmus.core.errors import CheckpointError
+from isthmus.core.models.loader import LoadedModel, load_model, model_name
+from isthmus.core.platform import Unsupported
+from isthmus.core.specs import LayerState
+from isthmus.core.weights.checkpoint import open_checkpoint
+from safetensors.torch import load_file, save_file
+
+from .tiny import tiny_model
+from .tiny_gguf import tiny_gguf
+
+
+class Recorder:
+    """The reference platform, which notes what it was asked and given; `refuses` maps an op to a reason."""
+
+    def __init__(self, refuses: dict[str, str] | None = None):
+        self.platform, self.refuses = load_platform("reference"), refuses or {}
+        self.asked: list[tuple[str, dict]] = []
+        self.loaded: list[tuple[str, ...]] = []
+
+    def supports(self, op: str, **case) -> str | None:
+        self.asked.append((op, case))
+        return self.refuses.get(op)
+
+    def load(self, raws, spec, dtype):
+        self.loaded.append(spec.names)
+        return self.platform.load(raws, spec, dtype)
+
+    def describe(self, weight) -> str:
+        return self.platform.describe(weight)
+
+
+def load(path: Path, platform: Recorder | None = None, dtype: str = "f32", **kwargs) -> LoadedModel:
+    platform = platform or Recorder()
+    with open_checkpoint(path) as checkpoint:
+        return load_model(checkpoint, platform, platform.platform.probe(), dtype, **kwargs)
+
+
+def edited(kind: str, folder: Path, config: dict | None = None, **tensors: torch.Tensor | None) -> Path:
+    """A copy of a tiny model with changed configuration keys and tensors (None = left out)."""
+    source = tiny_model(kind)
+    settings = json.loads((source / "config.json").read_text()) | (config or {})
+    (folder / "config.json").write_text(json.dumps(settings))
+    weights = load_file(source / "model.safetensors") | tensors
+    save_file({name: w.contiguous() for name, w in weights.items() if w is not None}, folder / "model.safetensors")
+    return folder
+
+
+def test_tree_of_a_tied_model():
+    platform = Recorder()
+    model = load(tiny_model("llama3"), platform)
+    assert model.weights["head"] is model.weights["embed"]
+    assert model.state_layers == (LayerState(2, 16),) * 3 and model.dtype == "f32"
+    assert model.config.name == "llama3" and model.config.eos_ids == (1,)
+    q, k, v = (f"model.layers.1.self_attn.{part}_proj.weight" for part in "qkv")
+    assert (q, k, v) in platform.loaded and sum(map(len, platform.loaded)) == 2 + 3 * 9
+    assert model.report == ["22 x f32"]
+
+
+def test_parts_of_different_formats_are_leaves_of_their_own():
+    platform = Recorder()
+    model = load(tiny_gguf("qwen2")[0], platform)
+    layer = "model.layers.0.self_attn."
+    assert (layer + "q_proj.weight", layer + "k_proj.weight") in platform.loaded
+    assert (layer + "v_proj.weight",) in platform.loaded
+    assert (layer + "q_proj.bias", layer + "k_proj.bias") in platform.loaded
+    assert (layer + "v_proj.bias",) in platform.loaded
+    assert [len(leaves) for leaves in model.weights["layers"][0]["qkv"]] == [2, 2]
+
+
+def test_report_says_what_is_kept_and_what_is_expanded_and_why():
+    report = "\n".join(load(tiny_gguf("llama3")[0]).report)
+    assert "6 x q4_1 kept (codes of uint8, groups of 32)" in report and "4 x q8_0 kept" in report
+    assert "3 x q5_0 expanded to f32: reference has no kernel for it" in report and "3 x f32" in report
+
+
+def test_a_format_that_the_platform_declines_for_this_dtype_is_expanded_with_its_reason():
+    report = "\n".join(load(tiny_gguf("llama3")[0], Recorder({"linear": "only on Tuesdays"})).report)
+    assert "6 x q4_1 expanded to f32: only on Tuesdays" in report
+
+
+def test_strict_refuses_with_the_list():
+    platform = Recorder()
+    with pytest.raises(Unsupported, match="q5_0.*no kernel.*q5_1"):
+        load(tiny_gguf("llama3")[0], platform, strict=True)
+    assert not platform.loaded
+    assert load(tiny_model("llama3"), strict=True).report == ["22 x f32"]
+
+
+def test_attention_is_asked_once_for_each_case():
+    platform = Recorder()
+    load(tiny_model("gemma3"), platform, page_size=32)
+    asked = [case for op, case in platform.asked if op == "attention"]
+    assert [case["window"] for case in asked] == [6, None]
+    assert asked[0] | {"window": None} == asked[1] == dict(
+        head_dim=32, heads=4, kv_heads=2, page_size=32, window=None, softcap=None, dtype="f32")
+    with pytest.raises(Unsupported, match="reference.*attention: heads too narrow"):
+        load(tiny_model("gemma3"), Recorder({"attention": "heads too narrow"}))
+
+
+def test_unknown_dtype():
+    with pytest.raises(Unsupported, match="bf16.*f64, f32"):
+        load(tiny_model("llama3"), dtype="bf16")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_gemma_norms_get_their_one(tmp_path, dtype):
+    stored = torch.linspace(-0.5, 0.5, 64).to(dtype)
+    model = load(edited("gemma3", tmp_path, **{"model.norm.weight": stored}))
+    np.testing.assert_array_equal(model.weights["norm"].values, stored.float().numpy() + np.float32(1))
+    assert abs(load(tiny_model("llama2")).weights["norm"].values.mean() - 1) < 0.2
+
+
+def test_gguf_norms_have_their_one_already():
+    with open_checkpoint(tiny_gguf("gemma3")[0]) as checkpoint:
+        stored = np.frombuffer(checkpoint.tensor("model.norm.weight").data, np.float32).copy()
+    np.testing.assert_array_equal(load(tiny_gguf("gemma3")[0]).weights["norm"].values, stored)
+
+
+def test_text_part_of_a_text_and_image_checkpoint(tmp_path):
+    text = json.loads((tiny_model("gemma3") / "config.json").read_text())
+    for i, style in enumerate(("language_model.model.", "model.language_model.")):
+        folder = tmp_path / str(i)
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": text}))
+        weights = load_file(tiny_model("gemma3") / "model.safetensors")
+        renamed = {style + name.removeprefix("model."): w for name, w in weights.items()}
+        save_file(renamed | {"vision_tower.patch.weight": torch.zeros(3)}, folder / "model.safetensors")
+        plain, wrapped = load(tiny_model("gemma3")), load(folder)
+        assert np.array_equal(plain.weights["embed"].values, wrapped.weights["embed"].values)
+
+
+def test_generation_config_says_what_ends_a_text(tmp_path):
+    folder = edited("llama3", tmp_path)
+    (folder / "generation_config.json").write_text('{"eos_token_id": [7, 5]}')
+    assert load(folder).config.eos_ids == (5, 7)
+    (folder / "generation_config.json").write_text('{"eos_token_id": "end"}')
+    with pytest.raises(CheckpointError, match="eos_token_id.*'end'"):
+        load(folder)
+
+
+def test_progress_counts_bytes():
+    seen: list[tuple[int, int]] = []
+    load(tiny_model("llama3"), progress=lambda done, total: seen.append((done, total)))
+    size = sum(w.numel() * 4 for w in load_file(tiny_model("llama3") / "model.safetensors").values())
+    assert seen[-1] == (size, size) and seen == sorted(seen) and len(seen) > 10
+
+
+NORM, Q = "model.layers.1.input_layernorm.weight", "model.layers.0.self_attn.q_proj.weight"
+
+
+@pytest.mark.parametrize("kind,config,tensors,words", [
+    ("llama3", {}, {NORM: None, Q: None}, ["lacks", NORM, Q, "'llama'"]),
+    ("llama3", {}, {"model.layers.0.self_attn.q_proj.bias": torch.zeros(64)}, ["unknown", "q_proj.bias"]),
+    ("llama3", {"num_hidden_layers": 2}, {}, ["unknown", "model.layers.2.", "and 1 more"]),
+    ("llama3", {}, {Q: torch.zeros(64, 32)}, [Q, "[64, 32]", "[64, 64]"]),
+    ("llama3", {"vocab_size": 500}, {}, ["embed_tokens", "[131, 64]", "[500, 64]"]),
+    ("llama3", {"tie_word_embeddings": False}, {}, ["lacks", "lm_head.weight"]),
+    ("gemma3", {}, {"model.norm.weight": torch.zeros(64, dtype=torch.int8)}, ["model.norm.weight", "i8"]),
+    ("llama3", {}, {Q: torch.zeros(64, 64, dtype=torch.int8)}, [Q, "i8", "quantized"]),
+])
+def test_faults_are_named_before_anything_is_loaded(tmp_path, kind, config, tensors, words):
+    platform = Recorder()
+    with pytest.raises(CheckpointError) as error:
+        load(edited(kind, tmp_path, config, **tensors), platform)
+    for word in words:
+        assert word in str(error.value)
+    assert not platform.loaded
+
+
+def test_tensors_that_no_model_needs_are_passed_over(tmp_path):
+    spare = {"lm_head.weight": torch.zeros(131, 64), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)}
+    assert load(edited("llama3", tmp_path, **spare)).report == ["22 x f32"]
+
+
+def test_model_name():
+    assert model_name(Path("/x/SmolLM2-Q4_1.gguf")) == "SmolLM2-Q4_1"
+    assert model_name(Path("/x/Qwen2.5-0.5B")) == "Qwen2.5-0.5B"
+    assert model_name(Path("/c/hub/models--Qwen--Qwen3-0.6B/snapshots/abc")) == "Qwen/Qwen3-0.6B"
