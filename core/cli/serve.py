@@ -95,7 +95,7 @@ class Signals:
 
 
 async def until(work: asyncio.Future[Any], event: asyncio.Event) -> bool:
-    """Wait for `work`: True if it is done, False if the event came first and cancelled it. Raises what `work` raises."""
+    """Wait for `work`: True if it is done, False if the event came first and cancelled it. Raises what it raises."""
     stop = asyncio.ensure_future(event.wait())
     await asyncio.wait((work, stop), return_when=asyncio.FIRST_COMPLETED)
     stop.cancel()
@@ -145,7 +145,7 @@ async def _serve(config: Config, listener: socket.socket) -> int:
             text = in_thread(open_text, local)
             if not await until(asyncio.gather(client.start(progress), text), signals.first):
                 return 0
-        from ..server import create_app
+        from ..server.app import create_app
         app = create_app(client, text.result(), local)
         url = base_url(*listener.getsockname()[:2])
         async with app.router.lifespan_context(app):

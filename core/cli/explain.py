@@ -1,0 +1,97 @@
+"""`isthmus explain`: each setting and who set it, and what the engine will decide from them."""
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from ..config import Config
+from ..errors import IsthmusError
+from ..platform import Manifest, Unavailable, Unsupported
+from .banner import DTYPES, size
+from .parser import add_model_argument
+from .settings import SECRET, Resolved, list_settings, shown, value_of
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model_argument(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(arguments: argparse.Namespace, resolved: Resolved) -> int:
+    """0, or 2 when the settings cannot work on this machine; the reason is among the decisions."""
+    made, failed = decisions(resolved.config)
+    settings = list_settings().values()
+    if arguments.json:
+        values = {s.name: {"group": s.group, "set_by": resolved.origin[s.name], "variable": s.variable,
+                           "value": "(hidden)" if s.name in SECRET and value_of(resolved.config, s) is not None
+                           else value_of(resolved.config, s)} for s in settings}
+        print(json.dumps({"settings": values, "decisions": [{"what": w, "value": v, "why": y} for w, v, y in made]},
+                         ensure_ascii=False))
+        return 2 if failed else 0
+    width = max(len(s.flag) for s in settings)
+    wide = max(len(shown(resolved.config, s)) for s in settings)
+    group = ""
+    for setting in settings:
+        if setting.group != group:
+            group = setting.group
+            print(f"{group}")
+        print(f"  {setting.flag:{width}}  {shown(resolved.config, setting):{wide}}  {resolved.origin[setting.name]}")
+    print("decisions")
+    for what, value, why in made:
+        print(f"  {what:{width}}  {value}" + (f"  ({why})" if why else ""))
+    return 2 if failed else 0
+
+
+def decisions(config: Config) -> tuple[list[tuple[str, str, str]], bool]:
+    """(what, value, why) of each choice that follows, and whether one of them cannot be made here."""
+    from ..startup import claim_platform, compute_dtype
+    made: list[tuple[str, str, str]] = []
+    try:
+        platform, manifest, why = claim_platform(config)
+        getattr(platform, "close", lambda: None)()
+        made.append(("platform", manifest.name, why))
+        dtype = compute_dtype(config, manifest)
+        made.append(("dtype", DTYPES.get(dtype, dtype),
+                     "asked for" if config.model.dtype != "auto" else f"{manifest.name} computes best in it"))
+        page = config.cache.page_size or manifest.page_sizes[0]
+        made.append(("page size", f"{page} tokens", "asked for" if config.cache.page_size else "its default"))
+        made += _sizes(config, manifest, dtype, page)
+    except (IsthmusError, Unavailable, Unsupported) as error:
+        return [*made, ("problem", str(error), "")], True
+    return made, False
+
+
+def _sizes(config: Config, manifest: Manifest, dtype: str, page: int) -> list[tuple[str, str, str]]:
+    """What depends on the model, if it is on this machine."""
+    from ..models.architectures import find_architecture
+    from ..models.config import parse_config
+    from ..models.loader import LoadedModel, model_name
+    from ..startup import fit_memory
+    from ..weights.checkpoint import open_checkpoint
+    path = _model_here(config.model.model)
+    if path is None:
+        return [("model", config.model.model or "the default", "not on this machine yet: `isthmus pull` fetches it")]
+    with open_checkpoint(path) as checkpoint:
+        architecture, words = find_architecture(checkpoint.config)
+        model = parse_config(words, architecture.family, model_name(path))
+        weights = checkpoint.nbytes
+    loaded = LoadedModel(architecture.forward, {}, model, model.state_layers, [], dtype)
+    sizes, notes = fit_memory(config, manifest, loaded, dtype, page, max(0, manifest.memory_free - weights))
+    budget = "asked for" if config.cache.kv_cache_memory else f"at most {manifest.kv_share:.0%} of free memory"
+    return [("model", model.name, str(path)),
+            ("weights", size(weights), "in the file; formats without a kernel take more"),
+            ("K and V", size(sizes.pages * sizes.state.page_bytes()),
+             f"{sizes.pages - 1} pages of {page} tokens in {sizes.state.dtype}; {budget}"),
+            ("context", f"{sizes.max_model_len} tokens", "; ".join(notes)),
+            ("running requests", f"{sizes.max_running} at most", ""),
+            ("prefill chunk", f"{sizes.chunk} tokens", "")]
+
+
+def _model_here(name: str | None) -> Path | None:
+    """The model's path if nothing has to be downloaded for it."""
+    from ..weights.sources import DEFAULT, list_models
+    name = name or DEFAULT
+    if Path(name).expanduser().exists():
+        return Path(name).expanduser()
+    return next((entry.path for entry in list_models() if entry.name == name.lower() and entry.path), None)
