@@ -142,8 +142,8 @@ def fit_memory(config: Config, manifest: Manifest, model: LoadedModel, dtype: st
     if limit > room:
         if config.model.max_model_len:
             need = -(-limit // page_size) * state.page_bytes()
-            raise ConfigError(f"--max-model-len {limit} needs {need / 2**20:.0f} MiB for K and V, {budget / 2**20:.0f} MiB "
-                              "are given: raise --kv-cache-memory or lower --max-model-len")
+            raise ConfigError(f"--max-model-len {limit} needs {need / 2**20:.0f} MiB for K and V, {budget / 2**20:.0f} "
+                              "MiB are given: raise --kv-cache-memory or lower --max-model-len")
         notes.append(f"context {room} tokens instead of {limit}: {budget / 2**20:.0f} MiB of K and V hold no more")
         limit = room
     return Sizes(state, page_size, pages, limit, running, chunk), notes
