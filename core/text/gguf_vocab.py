@@ -1,0 +1,165 @@
+"""A tokenizer rebuilt from the metadata of a GGUF file.
+
+Source: the GGUF document of the ggml project (keys `tokenizer.*`, token types 1 normal, 2 unknown, 3 control,
+4 user-defined, 5 unused, 6 byte). Metadata values are plain Python values as `core.weights` reads them.
+"""
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from tokenizers import AddedToken, Regex, normalizers, pre_tokenizers
+from tokenizers.models import BPE
+
+from ..errors import CheckpointError
+from .pretokenizers import named_split
+from .vocab import Vocab
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+
+# End-of-turn tokens of known chat formats, for files that do not name theirs in tokenizer.ggml.eot_token_id.
+_END_OF_TURN = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<turn|>", "<|eom_id|>", "<|end_of_turn|>")
+_SPACE = "\u2581"
+
+
+def gguf_vocab(metadata: dict[str, Any]) -> Vocab:
+    """The vocabulary of a GGUF file; `CheckpointError` names what is missing, malformed or unknown."""
+    kind = metadata.get("tokenizer.ggml.model")
+    if kind not in _BUILDERS:
+        raise CheckpointError(f"unknown tokenizer {kind!r} (tokenizer.ggml.model); known: {', '.join(_BUILDERS)}")
+    tokens = _column(metadata, "tokens", str)
+    types = np.array(_column(metadata, "token_type", int, len(tokens)) or [NORMAL] * len(tokens))
+    special = set(np.flatnonzero((types == CONTROL) | (types == UNKNOWN)).tolist())
+    bos = _token_id(metadata, "bos", len(tokens))
+    eos = _end_ids(metadata, tokens, special)
+    # Files exist that call an end token user-defined; as such, any user could end a turn by writing it.
+    special |= {*eos, *([] if bos is None else [bos])}
+    matched = special | set(np.flatnonzero(types == USER_DEFINED).tolist())
+    try:
+        parts = _BUILDERS[kind](metadata, tokens, types)
+    except CheckpointError:
+        raise
+    except Exception as error:
+        # The library raises bare Exception for merges and tokens that do not fit each other.
+        raise CheckpointError(f"the tokenizer in the GGUF file is malformed: {error}") from error
+    return Vocab(
+        **parts, texts=list(tokens), special=frozenset(special), bos_id=bos, eos_ids=eos,
+        added={i: AddedToken(tokens[i], special=i in special, normalized=False) for i in sorted(matched) if tokens[i]},
+        add_eos=_flag(metadata, "add_eos_token", False),
+        chat_template=_template(metadata),
+        special_texts={name: tokens[i] for name, i in _named_ids(metadata, len(tokens)).items()})
+
+
+def _column(metadata: dict[str, Any], name: str, kind: type, length: int | None = None) -> list:
+    """An array of the vocabulary; `length` None means that it must be there, else how long it must be if it is."""
+    values = metadata.get(f"tokenizer.ggml.{name}")
+    if values is None and length is not None:
+        return []
+    if not isinstance(values, list) or not values or not all(map(kind.__instancecheck__, values)):
+        raise CheckpointError(f"tokenizer.ggml.{name} must be a non-empty array of {kind.__name__}")
+    if length is not None and len(values) != length:
+        raise CheckpointError(f"tokenizer.ggml.{name} has {len(values)} entries for {length} tokens")
+    return values
+
+
+def _token_id(metadata: dict[str, Any], name: str, size: int) -> int | None:
+    value = metadata.get(f"tokenizer.ggml.{name}_token_id")
+    if value is None:
+        return None
+    if not isinstance(value, int) or not 0 <= value < size:
+        raise CheckpointError(f"tokenizer.ggml.{name}_token_id is {value!r}, but there are {size} tokens")
+    return value
+
+
+def _named_ids(metadata: dict[str, Any], size: int) -> dict[str, int]:
+    names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+    ids = {name: _token_id(metadata, key, size) for name, key in names.items()}
+    return {name: value for name, value in ids.items() if value is not None}
+
+
+def _end_ids(metadata: dict[str, Any], tokens: list[str], special: set[int]) -> tuple[int, ...]:
+    """Ids that end an output: eos, end of turn and end of message, as the file or else their text says."""
+    named = [_token_id(metadata, name, len(tokens)) for name in ("eos", "eot", "eom")]
+    by_text = [] if named[1] is not None else [i for i in sorted(special) if tokens[i] in _END_OF_TURN]
+    return tuple(dict.fromkeys(i for i in [*named, *by_text] if i is not None))
+
+
+def _flag(metadata: dict[str, Any], name: str, default: bool) -> bool:
+    value = metadata.get(f"tokenizer.ggml.{name}", default)
+    if not isinstance(value, bool | int):
+        raise CheckpointError(f"tokenizer.ggml.{name} must be true or false, not {value!r}")
+    return bool(value)
+
+
+def _template(metadata: dict[str, Any]) -> str | None:
+    template = metadata.get("tokenizer.chat_template")
+    if template is not None and not isinstance(template, str):
+        raise CheckpointError(f"tokenizer.chat_template must be a string, not {type(template).__name__}")
+    return template or None
+
+
+def _ids(tokens: list[str]) -> dict[str, int]:
+    """Token text to id; the first of equals wins."""
+    return dict(zip(reversed(tokens), range(len(tokens) - 1, -1, -1), strict=True))
+
+
+def _merges(metadata: dict[str, Any]) -> list[tuple[str, str]]:
+    """Pairs in order of rank. A merge is two tokens with a space between, of which the first may begin with one."""
+    pairs = []
+    for merge in _column(metadata, "merges", str):
+        cut = merge.find(" ", 1)
+        if cut < 0:
+            raise CheckpointError(f"tokenizer.ggml.merges has {merge[:80]!r}, which is not two tokens")
+        pairs.append((merge[:cut], merge[cut + 1:]))
+    return pairs
+
+
+def _gpt2(metadata: dict[str, Any], tokens: list[str], types: np.ndarray) -> dict[str, Any]:
+    """Byte-level BPE."""
+    split = named_split(metadata.get("tokenizer.ggml.pre"))
+    model = BPE(vocab=_ids(tokens), merges=_merges(metadata), ignore_merges=split.ignore_merges)
+    return {"model": model, "normalizer": None, "pre_tokenizer": split.build(), "spelling": "bytes",
+            "strip_leading_space": False, "add_bos": _flag(metadata, "add_bos_token", split.add_bos)}
+
+
+def _spm(metadata: dict[str, Any], tokens: list[str], types: np.ndarray) -> dict[str, Any]:
+    """SentencePiece's BPE: of all neighbours that together are a token, the pair with the best score joins first."""
+    scores = _column(metadata, "scores", float, len(tokens))
+    if not scores:
+        raise CheckpointError("tokenizer.ggml.scores is missing: this kind of tokenizer joins tokens by score")
+    prefix = _flag(metadata, "add_space_prefix", True)
+    spaces = [normalizers.Prepend(_SPACE)] if prefix else []
+    return {"model": _fallback_bpe(metadata, tokens, _scored_merges(tokens, types, scores)),
+            "normalizer": normalizers.Sequence([*spaces, normalizers.Replace(" ", _SPACE)]), "pre_tokenizer": None,
+            "spelling": "spm", "strip_leading_space": prefix, "add_bos": _flag(metadata, "add_bos_token", True)}
+
+
+def _gemma4(metadata: dict[str, Any], tokens: list[str], types: np.ndarray) -> dict[str, Any]:
+    """BPE over whole lines with U+2581 for spaces, by explicit merges."""
+    return {"model": _fallback_bpe(metadata, tokens, _merges(metadata)),
+            "normalizer": normalizers.Replace(" ", _SPACE),
+            "pre_tokenizer": pre_tokenizers.Split(Regex(r"\n+"), "isolated"), "spelling": "spm",
+            "strip_leading_space": False, "add_bos": _flag(metadata, "add_bos_token", True)}
+
+
+def _fallback_bpe(metadata: dict[str, Any], tokens: list[str], merges: list[tuple[str, str]]) -> BPE:
+    """BPE that spells a character outside the vocabulary by its bytes, or by the unknown token where those lack too."""
+    unknown = _token_id(metadata, "unknown", len(tokens))
+    return BPE(vocab=_ids(tokens), merges=merges, byte_fallback=True, fuse_unk=True,
+               unk_token=None if unknown is None else tokens[unknown])
+
+
+def _scored_merges(tokens: list[str], types: np.ndarray, scores: list[float]) -> list[tuple[str, str]]:
+    """Every split of a normal token into two normal tokens, by falling score of the whole."""
+    normal = np.flatnonzero(types == NORMAL)
+    normal = normal[np.argsort(-np.asarray(scores)[normal], kind="stable")]
+    ordered = [tokens[i] for i in normal.tolist()]
+    known, merges = set(ordered), []
+    for token in ordered:
+        for cut in range(1, len(token)):
+            if (right := token[cut:]) in known and (left := token[:cut]) in known:
+                merges.append((left, right))
+    return merges
+
+
+_BUILDERS = {"gpt2": _gpt2, "llama": _spm, "gemma4": _gemma4}
