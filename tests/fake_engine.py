@@ -16,6 +16,7 @@ EOS = 255
 class ByteTokenizer:
     """Token i is the byte i."""
 
+    strip_leading_space = False
     vocab_size, bos_id, eos_ids, special_ids, add_bos, chat_template = 256, None, (EOS,), (EOS,), False, None
 
     def __init__(self, config=None):
@@ -25,10 +26,10 @@ class ByteTokenizer:
         return list(text.encode())
 
     def decode(self, ids, skip_special=True):
-        return self.token_bytes_of(ids, skip_special).decode(errors="replace")
+        return self.join_bytes(ids, skip_special).decode(errors="replace")
 
-    def token_bytes_of(self, ids, skip_special):
-        return bytes(int(i) for i in ids if not (skip_special and i in self.special_ids))
+    def join_bytes(self, ids, skip_special=True):
+        return b"".join(self.token_bytes(int(i)) for i in ids if not (skip_special and i in self.special_ids))
 
     def token_bytes(self, id):
         return bytes([id])

@@ -60,7 +60,8 @@ def fetch(config: Config, progress: Progress | None = None) -> Config:
 def open_text(config: Config) -> Any:
     """The `TextService` of a model at a local path, with the user's chat template if one is set."""
     from ..server.text_service import TextService
-    from ..text import ChatTemplate, load_tokenizer
+    from ..text import ChatTemplate
+    from ..text.tokenizer import load_tokenizer
     from ..weights.checkpoint import open_checkpoint
     with open_checkpoint(config.model.model) as checkpoint:
         tokenizer = load_tokenizer(checkpoint)

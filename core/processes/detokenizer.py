@@ -18,7 +18,8 @@ from ..messages import (
     pack_ids,
     unpack_ids,
 )
-from ..text import Detokenizer, StopFilter
+from ..text.detokenizer import Detokenizer
+from ..text.stop import StopFilter
 from .wire import Start, decode_to_detokenizer, encode, read_socket, resolve, run_worker, write_socket
 
 log = logging.getLogger(__name__)
@@ -39,7 +40,8 @@ class _Request:
         self.watch = watch
         self.count = 0
         self.detokenizer = Detokenizer(tokenizer, watch.skip_special)
-        self.filter = StopFilter(watch.stop, watch.include_stop) if watch.stop else None
+        stops = tuple(filter(None, watch.stop))
+        self.filter = StopFilter(stops, watch.include_stop) if stops else None
 
     def push(self, output: TokenOutput) -> TextOutput:
         """The text of one output; its finish is "stop" as soon as a stop string is complete."""
@@ -120,18 +122,17 @@ class DetokenizerState:
 
 def load_tokenizer_of(config: Any) -> Any:
     """The tokenizer of the configured model."""
-    from ..text import load_tokenizer
-    from ..weights import open_checkpoint
+    from ..text.tokenizer import load_tokenizer
+    from ..weights.checkpoint import open_checkpoint
     from ..weights.sources import resolve_model
     with open_checkpoint(resolve_model(config.model.model, config.model.revision)) as checkpoint:
         return load_tokenizer(checkpoint)
 
 
-def serve(start: Start, context: zmq.Context) -> None:
+def serve(start: Start, context: zmq.Context, api: zmq.Socket) -> None:
     """Turn ids into text until the process is told to leave."""
     inbox = read_socket(context, start.directory, "detokenizer")
     scheduler = write_socket(context, start.directory, "scheduler")
-    api = write_socket(context, start.directory, "api")
     load = resolve(start.tokenizer) if start.tokenizer else load_tokenizer_of
     state = DetokenizerState(load(start.config))
     # Takes the way through the scheduler, so that its arrival proves that every socket is connected.
@@ -151,4 +152,4 @@ def serve(start: Start, context: zmq.Context) -> None:
 
 
 if __name__ == "__main__":
-    run_worker("detokenizer", serve)
+    run_worker("detokenizer", "api", serve)

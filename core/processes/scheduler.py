@@ -10,7 +10,7 @@ import zmq
 
 from ..errors import IsthmusError, RequestError
 from ..messages import Abort, Command, Progress, Ready, Reply, Submit, TokenOutputs, refused
-from .wire import Start, decode_to_scheduler, describe, encode, read_socket, resolve, run_worker, write_socket
+from .wire import Start, decode_to_scheduler, describe, encode, read_socket, resolve, run_worker
 
 log = logging.getLogger(__name__)
 
@@ -68,10 +68,9 @@ def ready(engine: Any) -> Ready:
     return Ready("scheduler", msgspec.json.encode(engine.info))
 
 
-def serve(start: Start, context: zmq.Context) -> None:
+def serve(start: Start, context: zmq.Context, outbox: zmq.Socket) -> None:
     """Run the engine until the process is told to leave. Blocks when there is nothing to do."""
     inbox = read_socket(context, start.directory, "scheduler")
-    outbox = write_socket(context, start.directory, "detokenizer")
     send = lambda message: outbox.send(encode(message))  # noqa: E731
     engine = make_engine(resolve(start.engine) if start.engine else None, start.config, send)
     send(ready(engine))
@@ -91,4 +90,4 @@ def serve(start: Start, context: zmq.Context) -> None:
 
 
 if __name__ == "__main__":
-    run_worker("scheduler", serve)
+    run_worker("scheduler", "detokenizer", serve)

@@ -103,16 +103,20 @@ def _leave_with_parent() -> None:
     os._exit(0)
 
 
-def run_worker(role: str, body: Callable[[Start, zmq.Context], None]) -> None:
-    """Start, run `body` and, if it fails, send `Failed` to the API process and exit with code 1."""
+def run_worker(role: str, listener: str, body: Callable[[Start, zmq.Context, zmq.Socket], None]) -> None:
+    """Start and run `body` with a socket to `listener`, the next on the way to the API; if it fails, say so there.
+
+    A failed worker exits with code 1.
+    """
     start = start_worker()
     set_up_logging(start.config.server)
     context = zmq.Context()
+    outbox = write_socket(context, start.directory, listener)
     try:
-        body(start, context)
+        body(start, context, outbox)
     except BaseException as error:
         if describe(error) != str(error) or debug_level():
             sys.excepthook(type(error), error, error.__traceback__)
-        write_socket(context, start.directory, "api").send(encode(Failed(role, describe(error))))
+        outbox.send(encode(Failed(role, describe(error))))
         context.destroy(LINGER_MS)
         os._exit(1)

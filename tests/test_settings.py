@@ -1,0 +1,144 @@
+"""Settings: precedence, origins, types, and errors that help."""
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from isthmus.core.cli.settings import (
+    list_settings,
+    read_environment,
+    resolve,
+    shown,
+    suggest,
+    unknown_variables,
+    value_of,
+)
+from isthmus.core.config import Config, size_bytes
+from isthmus.core.errors import ConfigError
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path
+
+
+def test_every_field_of_every_group_is_a_setting_with_help_and_a_checkable_default():
+    settings = list_settings()
+    names = [f.name for group in fields(Config) for f in fields(type(getattr(Config(), group.name)))]
+    assert sorted(names) == sorted(settings), "names must be unique over the groups"
+    assert len(names) < 80
+    for setting in settings.values():
+        assert len(setting.meta("help")) > 5, setting.name
+        default = value_of(Config(), setting)
+        assert default is not None or setting.optional, setting.name
+        assert default is None or isinstance(default, setting.type), setting.name
+
+
+def test_later_sources_win_and_each_value_knows_who_set_it(tmp_path):
+    file = write(tmp_path / "c.yaml", "port: 1001\nhost: 1.1.1.1\nserver: {max_n: 7}\nmodel: {dtype: float32}\n")
+    environment = {"ISTHMUS_PORT": "1002", "ISTHMUS_HOST": "2.2.2.2"}
+    found = resolve({"port": "1003"}, environment, file)
+    server = found.config.server
+    assert (server.port, server.host, server.max_n, found.config.model.dtype) == (1003, "2.2.2.2", 7, "float32")
+    assert found.origin["port"] == "command line"
+    assert found.origin["host"] == "environment ISTHMUS_HOST"
+    assert found.origin["max_n"] == f"file {file}"
+    assert found.origin["log_level"] == "default"
+    assert resolve({}, {}).config == Config()
+
+
+def test_the_file_may_be_named_by_the_environment(tmp_path):
+    file = write(tmp_path / "c.yaml", "port: 1001")
+    assert resolve({}, {"ISTHMUS_CONFIG": str(file)}).config.server.port == 1001
+
+
+@pytest.mark.parametrize("text, group, name, value", [
+    ("model: org/name", "model", "model", "org/name"),
+    ("model: {model: org/name, served-model-name: 7}", "model", "served_model_name", "7"),
+    ("platform: cpu", "platform", "platform", "cpu"),
+    ("platform: {platform-option: [threads=8, a=b]}", "platform", "platform_option", ("threads=8", "a=b")),
+    ("prefix-cache: off", "cache", "prefix_cache", False),
+    ("max_model_len: null", "model", "max_model_len", None),
+    ("kv_cache_memory: 4GiB", "cache", "kv_cache_memory", "4GiB"),
+    ("waiting_timeout: 3", "scheduler", "waiting_timeout", 3.0),
+    ("", "server", "port", 8000),
+])
+def test_yaml_keys_stand_flat_or_in_groups(tmp_path, text, group, name, value):
+    config = resolve({}, {}, write(tmp_path / "c.yaml", text)).config
+    assert getattr(getattr(config, group), name) == value
+
+
+@pytest.mark.parametrize("text, words", [
+    ("prot: 1", ["'prot'", "did you mean port?"]),
+    ("server: {prt: 1}", ["'prt' in server", "did you mean port?"]),
+    ("model: {port: 1}", ["'port' in model"]),
+    ("sever: {port: 1}", ["'sever'", "did you mean server?"]),
+    ("[1]", ["list"]),
+    ("a: [", ["--config"]),
+    ("port: true", ["port: True is not a whole number"]),
+    ("port: 1.5", ["1.5"]),
+    ("!!python/object/apply:os.getcwd []", ["could not determine a constructor"]),
+])
+def test_a_wrong_file_is_refused_with_the_word_at_fault(tmp_path, text, words):
+    with pytest.raises(ConfigError) as caught:
+        resolve({}, {}, write(tmp_path / "c.yaml", text))
+    for word in words:
+        assert word in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name, value, words", [
+    ("port", "99999", "--port: 99999 is out of range, it must be between 0 and 65535"),
+    ("port", "8k", "--port: '8k' is not a whole number"),
+    ("max_running_requests", "0", "at least 1"),
+    ("dtype", "float23", "did you mean float32?"),
+    ("kv_cache_memory", "4 potatoes", "--kv-cache-memory: '4 potatoes' is not a size"),
+    ("waiting_timeout", "-1", "at least 0"),
+    ("waiting_timeout", "nan", "'nan' is not a number"),
+    ("strict", "maybe", "'maybe' is not true or false"),
+])
+def test_a_wrong_value_names_the_flag_and_what_is_allowed(name, value, words):
+    with pytest.raises(ConfigError) as caught:
+        resolve({name: value}, {})
+    assert words in str(caught.value)
+
+
+def test_a_wrong_variable_is_named():
+    with pytest.raises(ConfigError, match="ISTHMUS_PORT: 'x' is not a whole number"):
+        resolve({}, {"ISTHMUS_PORT": "x"})
+
+
+def test_lists_from_the_environment_are_split_at_commas():
+    assert resolve({}, {"ISTHMUS_PLATFORM_OPTION": "a=1, b=2"}).config.platform.platform_option == ("a=1", "b=2")
+
+
+def test_the_variable_that_kubernetes_sets_for_a_service_named_isthmus_is_not_taken_for_a_setting():
+    assert read_environment({"ISTHMUS_PORT": "tcp://10.0.0.1:8000"}) == {}
+
+
+def test_variables_that_look_like_settings_are_warned_about():
+    assert unknown_variables({"ISTHMUS_PROT": "1", "ISTHMUS_PORT": "1", "ISTHMUS_DEBUG": "1", "PATH": "x"}) == [
+        "ISTHMUS_PROT is not a setting; did you mean ISTHMUS_PORT?"]
+
+
+def test_secrets_are_not_shown():
+    config = resolve({"api_key": "hunter2"}, {}).config
+    assert config.server.api_key == "hunter2"
+    assert "hunter2" not in shown(config, list_settings()["api_key"])
+
+
+@pytest.mark.parametrize("text, value", [("16MiB", 16 * 2**20), ("4 GB", 4 * 10**9), ("1.5kib", 1536), ("7", 7)])
+def test_sizes(text, value):
+    assert size_bytes(text) == value
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1", "4 G i B", "1e9", "4GiB4"])
+def test_what_is_not_a_size(text):
+    with pytest.raises(ValueError, match="is not a size"):
+        size_bytes(text)
+
+
+def test_suggestions_need_some_likeness():
+    assert suggest("prot", ["port"]) == "; did you mean port?"
+    assert suggest("zebra", ["port"]) == ""
