@@ -37,13 +37,12 @@ def fetch(name: HubName, revision: str | None, progress: Progress | None) -> Pat
     gated, offline, several models to choose from, or weights only as pickles.
     """
     files = _list_files(name, revision)
-    offline = files is None
-    if offline:
-        folder = _snapshot(name, revision, [*FILES, "*.gguf"], progress, offline)
-        files = [p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()]
-    wanted, model = choose_files(name, files)
-    exact = [re.sub(r"([\[*?])", r"[\1]", f) for f in wanted]
-    folder = _snapshot(name, revision, exact, progress, offline)
+    if files is None:
+        folder = _cached_snapshot(name, revision)
+        _, model = choose_files(name, [p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()])
+    else:
+        wanted, model = choose_files(name, files)
+        folder = _download(name, revision, wanted, progress)
     return folder / model if model else folder
 
 
@@ -93,21 +92,39 @@ def _list_files(name: HubName, revision: str | None) -> list[str] | None:
     return [sibling.rfilename for sibling in info.siblings or ()]
 
 
-def _snapshot(name: HubName, revision: str | None, patterns: list[str], progress: Progress | None,
-              offline: bool) -> Path:
-    """The folder of the repository's snapshot with the files that match `patterns`."""
+def _download(name: HubName, revision: str | None, files: Sequence[str], progress: Progress | None) -> Path:
+    """The folder of the repository's snapshot, with `files` in it."""
     import huggingface_hub
+    exact = [re.sub(r"([\[*?])", r"[\1]", f) for f in files]
     try:
-        return Path(huggingface_hub.snapshot_download(
-            name.repo, revision=revision, allow_patterns=patterns, local_files_only=offline,
-            tqdm_class=_bar(progress) if progress else None))
+        return Path(huggingface_hub.snapshot_download(name.repo, revision=revision, allow_patterns=exact,
+                                                      tqdm_class=_bar(progress) if progress else None))
     except Exception as error:
         _raise_refusal(error, name, revision)
-        what = f"{name.repo} at revision {revision!r}" if revision else name.repo
-        raise CheckpointError(
-            f"the hub cannot be reached, and {what} is not in the local cache: connect and try again, or name a local "
-            "model; `isthmus models` lists those that are here" if offline else
-            f"{what}: the download failed ({str(error)[:300]}); try again, it goes on where it stopped") from error
+        raise CheckpointError(f"{name.repo}: the download failed ({str(error)[:300]}); try again, it goes on where it "
+                              "stopped") from error
+
+
+def _cached_snapshot(name: HubName, revision: str | None) -> Path:
+    """The folder that an earlier download left. The client's own offline mode wants every file of the repository."""
+    for repo in _scan():
+        if repo.repo_id == name.repo:
+            for found in repo.revisions:
+                if found.commit_hash == revision or (revision or "main") in found.refs:
+                    return Path(found.snapshot_path)
+    at = f" at revision {revision!r}" if revision else ""
+    raise CheckpointError(f"the hub cannot be reached, and {name.repo}{at} is not in the local cache: connect and try "
+                          "again, or name a local model; `isthmus models` lists those that are here")
+
+
+def _scan() -> list[Any]:
+    """The models in the hub's cache."""
+    import huggingface_hub
+    from huggingface_hub import errors
+    try:
+        return [r for r in huggingface_hub.scan_cache_dir().repos if r.repo_type == "model"]
+    except errors.CacheNotFound:
+        return []
 
 
 def _raise_refusal(error: Exception, name: HubName, revision: str | None) -> None:
@@ -146,10 +163,4 @@ def _bar(progress: Progress) -> type:
 
 def cached() -> list[tuple[str, int, Path]]:
     """Models in the hub's cache: id, bytes, folder."""
-    import huggingface_hub
-    from huggingface_hub import errors
-    try:
-        found = huggingface_hub.scan_cache_dir()
-    except errors.CacheNotFound:
-        return []
-    return sorted((r.repo_id, r.size_on_disk, Path(r.repo_path)) for r in found.repos if r.repo_type == "model")
+    return sorted((repo.repo_id, repo.size_on_disk, Path(repo.repo_path)) for repo in _scan())

