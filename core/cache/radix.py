@@ -59,7 +59,7 @@ class RadixTree:
         Counts as a use. Splits an edge when the prefix ends inside it, so that exactly the prefix can be locked.
         """
         self._clock += 1
-        node, offset, page_bytes = self._root(domain), 0, self.page_bytes
+        node, offset, page_bytes = self._roots.get(domain) or Node(domain, b"", None, 0), 0, self.page_bytes
         while True:
             child = node.children.get(key[offset:offset + page_bytes])
             if child is None:
@@ -103,6 +103,8 @@ class RadixTree:
             new = np.ascontiguousarray(pages[found:count], np.int32).tobytes()
             child = Node(key[found * self.page_bytes:], new, node, self._clock)
             node.children[child.edge[:self.page_bytes]] = child
+            if node.parent is None:  # a domain is kept only while it has pages, so that many salts cost nothing
+                self._roots[domain] = node
             self.evictable += child.size
             self._policy.add(child)
             node = child
@@ -190,12 +192,6 @@ class RadixTree:
         counted, kept = (evictable, protected), (self.evictable, self.protected)
         assert counted == kept, f"(evictable, protected) pages: counted {counted}, kept {kept}"
 
-    def _root(self, domain: bytes) -> Node:
-        root = self._roots.get(domain)
-        if root is None:
-            root = self._roots[domain] = Node(domain, b"", None, 0)
-        return root
-
     def _shared_bytes(self, edge: bytes, key: bytes, offset: int) -> int:
         """Bytes of whole pages that `edge` and `key` from `offset` on have in common."""
         limit = min(len(edge), len(key) - offset) // self.page_bytes * self.page_bytes
@@ -222,7 +218,7 @@ class RadixTree:
         del parent.children[node.edge[:self.page_bytes]]
         node.parent = None
         if parent.parent is None:
-            if not parent.children and self._roots.get(parent.edge) is parent:
+            if not parent.children:
                 del self._roots[parent.edge]
         elif parent.evictable:
             self._policy.add(parent)

@@ -162,9 +162,10 @@ class Scheduler:
         return outputs
 
     def fail(self, plans: Iterable[Plan], message: str) -> list[TokenOutput]:
-        """A step failed on the device: end the running requests, since any may share pages that it left unwritten, and
-        drop the cache. Waiting requests stay."""
-        for request in [r for plan in plans for r in plan.samples] + list(self._running.values()):
+        """A step failed on the device: end its requests and the running ones, since any may share pages that it left
+        unwritten, and drop the cache. Waiting requests stay."""
+        launched = [r for plan in plans for r in plan.samples + [c.request for c in plan.chunks]]
+        for request in launched + list(self._running.values()):
             self._end(request, "error", message)
         self.cache.flush()
         return self.ended()
@@ -211,8 +212,11 @@ class Scheduler:
             self._end(victim, "error", f"out of KV memory: the request needs {need} more pages, "
                                        f"{self.cache.available} of {self.cache.pool.capacity} can be had")
             return
+        if victim in self._prefilling:
+            victim.scores = []     # scored again from the first token
+        else:
+            victim.score = False   # all scores are here or on their way
         self._vacate(victim)
-        victim.scores, victim.score = [], victim.score and not victim.reported
         self.stats.preemptions += 1
         self._retracted.appendleft(victim)
 
@@ -329,7 +333,7 @@ class Scheduler:
     def _score(self, chunk: Chunk, result: StepResult, row: int) -> None:
         rows = slice(row, row + chunk.scores)
         request, k = chunk.request, chunk.request.params.prompt_logprobs
-        if not request.finish and request.slot == chunk.slot:
+        if not request.finish and (request.slot == chunk.slot or not request.score):
             request.scores.append((result.logprobs[rows], result.top_ids[rows, :k], result.top_logprobs[rows, :k]))
 
     def _output(self, request: Request, tokens: bytes = b"", finish: FinishReason | None = None, stop_id: int = -1,

@@ -126,10 +126,14 @@ class Platform:
             if target == -2:
                 continue
             context = self._context(state, batch, row)
-            out[i] = next_token(context, self._vocab) if target == -1 else target
+            out[i] = self._next(context, batch, i) if target == -1 else target
             if target == -1:
                 state.last[batch.seqs[batch.rows[row]]] = out[i]
         return self._result(out, batch)
+
+    def _next(self, context: np.ndarray, batch: Batch, i: int) -> int:
+        """The token of logit row `i` of the batch, which follows `context`."""
+        return next_token(context, self._vocab)
 
     def _inputs(self, state: State, batch: Batch, real: int) -> np.ndarray:
         last = state.last[batch.seqs[batch.rows[:real]]]

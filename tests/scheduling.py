@@ -1,0 +1,451 @@
+"""The scheduler on the null platform with a virtual clock: every token, page, slot and output is checked as it comes.
+
+The model of these tests is a hash of the whole context and of everything that decides a token: `Draw`. The device
+reads it off the batch, the oracle off the request, so a wrong page, uniform, penalty count or bias changes the text.
+"""
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+from isthmus.core.cache.manager import CacheManager
+from isthmus.core.cache.pool import TREE, PagePool
+from isthmus.core.errors import Overloaded
+from isthmus.core.messages import Logprobs, SamplingParams, Submit, TokenOutput, pack_ids, unpack_ids
+from isthmus.core.plan import Batch, Out, StepResult
+from isthmus.core.scheduler import batch as batch_module
+from isthmus.core.scheduler.admission import Limits
+from isthmus.core.scheduler.request import cache_domain, penalised
+from isthmus.core.scheduler.scheduler import Plan, Scheduler
+from isthmus.core.scheduler.table import uniforms
+from isthmus.core.specs import Buckets, LayerState, StateSpec
+from isthmus.platforms.null.platform import Platform, State, next_token
+
+VOCAB, EOS, MAX_LEN = 40, 3, 48
+DOMAINS = (b"", b"", b"", cache_domain(salt="a"), cache_domain(adapter=("a", 1)))
+PARAMS: dict[str, tuple[Any, ...]] = {
+    "max_tokens": (0, 1, 2, 5, 12, 20), "min_tokens": (0, 0, 0, 4), "temperature": (0.0, 0.0, 1.0, 1.5),
+    "top_p": (1.0, 1.0, 0.75), "top_k": (0, 0, 7), "min_p": (0.0, 0.0, 0.25), "seed": (None, 0, 5, 2**64 - 1),
+    "repetition_penalty": (1.0, 1.0, 1.0, 1.5), "presence_penalty": (0.0, 0.0, 0.0, -0.5),
+    "frequency_penalty": (0.0, 0.0, 0.0, 0.5), "logit_bias": ({}, {}, {}, {7: -0.5, EOS: 4.0}, {1: float("-inf")}),
+    "stop_token_ids": ((), (), (5, 9)), "ignore_eos": (False, True), "logprobs": (None, None, None, 0, 2),
+    "prompt_logprobs": (None, None, None, None, None, 3)}
+
+
+# ---- the model
+
+class Draw(NamedTuple):
+    """What decides a token besides the context. knobs: of the draw, () = greedy; penalties: factors, then counts."""
+
+    knobs: tuple[float, ...]
+    penalties: tuple[tuple[float, ...], ...]
+    bias: dict[int, float]
+
+
+def draw_token(context: Iterable[int], draw: Draw) -> int:
+    """The model's next token: a hash, then the next id that is not banned."""
+    numbers = [*draw.knobs, *(n for part in draw.penalties for n in part)]
+    numbers += [n for item in sorted(draw.bias.items()) for n in item if n != float("-inf")]
+    token = next_token(np.array([*context, *(round(n * 2**12) for n in numbers)], np.int64), VOCAB)
+    while draw.bias.get(token, 0) == float("-inf"):
+        token = (token + 1) % VOCAB
+    return token
+
+
+def requested(submit: Submit, outputs: list[int]) -> Draw:
+    """The draw that a request asks for after `outputs`, from its parameters alone."""
+    p, prompt = submit.params, unpack_ids(submit.prompt).tolist()
+    knobs = ()
+    if p.temperature > 0:
+        u = uniforms(np.array([p.seed or 0], np.uint64), np.array([len(outputs)], np.int32))[0]
+        knobs = (float(u) * 2**12, p.temperature, p.top_k, p.top_p, p.min_p)
+    counts = [(t, outputs.count(t)) for t in sorted({*prompt, *outputs})] if penalised(p) else []
+    factors = [(p.repetition_penalty, p.presence_penalty, p.frequency_penalty)] if penalised(p) else []
+    bias = dict(p.logit_bias)
+    if len(outputs) < p.min_tokens:
+        bias |= dict.fromkeys(stop_ids(p), float("-inf"))
+    return Draw(knobs, (*factors, *counts), bias)
+
+
+def received(context: np.ndarray, batch: Batch, i: int) -> Draw:
+    """The draw that logit row `i` of a batch carries."""
+    s, knobs, penalties, bias = batch.sampling, (), (), {}
+    if s.temperature is not None and s.temperature[i] > 0:
+        off = ((s.top_k, 0), (s.top_p, 1), (s.min_p, 0))
+        rest = [default if column is None else float(column[i]) for column, default in off]
+        knobs = (float(s.uniform[i]) * 2**12, float(s.temperature[i]), *rest)
+    if s.penalties is not None:
+        p = s.penalties
+        mine = p.rows == i
+        counts = dict(zip(p.ids[mine].tolist(), p.counts[mine].tolist(), strict=True))
+        assert len(counts) == mine.sum(), "a (row, id) pair of the penalties repeats"
+        if p.pending[i]:
+            counts[int(context[-1])] = counts.get(int(context[-1]), 0) + 1
+        factors = (float(p.repetition[i]), float(p.presence[i]), float(p.frequency[i]))
+        assert counts or factors == (1, 0, 0), f"row {i} has penalties {factors} and no counts"
+        penalties = (factors, *sorted(counts.items())) if factors != (1, 0, 0) else ()
+    if s.bias is not None:
+        for token, value in zip(s.bias.ids[s.bias.rows == i], s.bias.values[s.bias.rows == i], strict=True):
+            bias[int(token)] = bias.get(int(token), 0) + float(value)
+    return Draw(knobs, penalties, bias)
+
+
+def stop_ids(params: SamplingParams) -> set[int]:
+    return {*params.stop_token_ids} | (set() if params.ignore_eos else {EOS})
+
+
+def logprob_of(tokens: np.ndarray) -> np.ndarray:
+    """The model's log-probability of a token, so that a misplaced row shows."""
+    return (-np.asarray(tokens) / 8).astype(np.float32)
+
+
+# ---- the device
+
+class Fault(Exception):
+    """The device failed, as it was told to."""
+
+
+class Queue:
+    """Runs steps in order: at once, or as late as possible, when the host's arrays may have changed."""
+
+    def __init__(self, late: bool):
+        self.late, self.pending = late, []
+
+    def submit(self, run: Callable[..., StepResult], *args: Any) -> Queued:
+        item = Queued(self, lambda: run(*args))
+        self.pending.append(item)
+        if not self.late:
+            self.run_until(item)
+        return item
+
+    def run_until(self, item: Queued) -> None:
+        while item in self.pending:
+            self.pending.pop(0).run()
+
+    def shutdown(self) -> None:
+        self.pending.clear()
+
+
+class Queued:
+    """One step's future."""
+
+    def __init__(self, queue: Queue, call: Callable[[], StepResult]):
+        self.queue, self.call, self.value, self.error = queue, call, None, None
+
+    def run(self) -> None:
+        try:
+            self.value = self.call()
+        except (Fault, AssertionError) as error:
+            self.error = error
+
+    def result(self) -> StepResult:
+        self.queue.run_until(self)
+        if self.error:
+            raise self.error
+        return self.value
+
+
+class Device(Platform):
+    """The null platform with this module's model; `fault` makes the next step fail, after scribbling on its slots."""
+
+    def __init__(self, late: bool):
+        super().__init__({"vocab": str(VOCAB)})
+        self._worker, self.fault = Queue(late), False
+
+    def _checked(self, state: State, batch: Batch, bucket: Any) -> StepResult:
+        if self.fault:
+            self.fault = False
+            state.tokens[batch.slots], state.positions[batch.slots] = VOCAB - 1, -7
+            state.last[batch.seqs] = -1
+            raise Fault("the device gave up")
+        return super()._checked(state, batch, bucket)
+
+    def _next(self, context: np.ndarray, batch: Batch, i: int) -> int:
+        return draw_token(context.tolist(), received(context, batch, i))
+
+    def _result(self, tokens: np.ndarray, batch: Batch) -> StepResult:
+        if batch.sampling.top_logprobs is None:
+            return StepResult(tokens)
+        ids = (tokens[:, None] + np.arange(len(batch.sampling.top_logprobs), dtype=np.int32)) % VOCAB
+        return StepResult(tokens, logprob_of(tokens), ids, logprob_of(ids))
+
+
+class WriteOnce:
+    """A slot is written once in each generation of its page, and read only in the generation that wrote it."""
+
+    def __init__(self, slots: int, page_size: int):
+        self.page_size, self.written = page_size, np.full(slots, -1, np.int64)
+
+    def launch(self, batch: Batch, pool: PagePool) -> None:
+        """Check the writes and reads of a batch against the ledger of the moment it is launched."""
+        size, real = self.page_size, int(batch.starts[-1])
+        slots, seqs = batch.slots[:real], batch.seqs[batch.rows[:real]]
+        owner, generation = pool.owner[slots // size], pool.generation[slots // size]
+        wrong = np.flatnonzero((owner != seqs) & (owner != TREE))
+        assert not len(wrong), f"slot {slots[wrong[0]]} of owner {owner[wrong[0]]} is written for {seqs[wrong[0]]}"
+        again = np.flatnonzero(self.written[slots] == generation)
+        assert not len(again), f"slot {slots[again[0]]} is written twice in generation {generation[again[0]]}"
+        self.written[slots] = generation
+        for row in range(int(np.count_nonzero(batch.lengths))):
+            positions = np.arange(batch.lengths[row])
+            slots = batch.pages[row, positions // size] * size + positions % size
+            stale = np.flatnonzero(self.written[slots] != pool.generation[slots // size])
+            assert not len(stale), f"row {row} reads slot {slots[stale[0]]}, written in a generation that is gone"
+
+
+# ---- the driver
+
+@dataclass
+class Track:
+    """What is known about one request."""
+
+    submit: Submit
+    arrival: float
+    out: list[int] = field(default_factory=list)
+    finish: str | None = None
+    cached: int | None = None
+    aborted: bool = False
+
+
+class Run:
+    """A scheduler with everything around it. `launched` counts steps; `padded` uses buckets; `late` as in `Queue`."""
+
+    def __init__(self, page: int = 4, pages: int = 30, policy: str = "lpm", late: bool = False, padded: bool = False,
+                 prefix_cache: bool = True, **limits: Any):
+        assert (pages - 1) * page >= limits.get("max_model_len", MAX_LEN), "the longest request must fit"
+        limits = {"max_running": 6, "max_queued": 8, "chunk": 12, "max_model_len": MAX_LEN, "score_rows": 5,
+                  "waiting_timeout": 6.0, "running_timeout": 20.0} | limits
+        self.limits = Limits(page_size=page, vocab_size=VOCAB, eos_ids=(EOS,), **limits)
+        self.cache = CacheManager(pages, page, enabled=prefix_cache, strict=True)
+        self.scheduler = Scheduler(self.limits, self.cache, policy)
+        self.buckets = None
+        if padded:
+            full = self.limits.max_running + self.limits.chunk
+            self.buckets = Buckets((2, 8, full), (1, 4, self.limits.max_running), (1, 4, self.limits.max_pages))
+        self.device = Device(late)
+        self.state = self.device.alloc(StateSpec((LayerState(1, 1),), "f32", page, self.limits.max_running + 1), pages)
+        self.once = WriteOnce(pages * page, page)
+        self.tracks: dict[str, Track] = {}
+        self.history: list[list[int]] = [[0]]
+        self.flight: tuple[Plan, Out] | None = None
+        self.fault: str | None = None
+        self.faulted, self.now, self.launched, self.submitted = False, 1.0, 0, 0
+
+    # ---- what can happen
+
+    def submit(self, prompt: list[int], domain: bytes = b"", priority: int = 0, **params: Any) -> str | None:
+        """Submit a request; None if the queue is full."""
+        rid = f"r{self.submitted}"
+        self.submitted += 1
+        request = Submit(rid, pack_ids(prompt), SamplingParams(**({"temperature": 0.0} | params)), domain, priority)
+        try:
+            self.scheduler.submit(request, self.now)
+        except Overloaded:
+            assert len(self.scheduler._waiting) == self.limits.max_queued
+            return None
+        self.tracks[rid] = Track(request, self.now)
+        self.history = [*self.history[-11:], prompt]
+        return rid
+
+    def abort(self, *ids: str) -> None:
+        for rid in ids:
+            self.tracks[rid].aborted = True
+        self.scheduler.abort([*ids, "unknown"])
+        self.scheduler.verify()
+
+    def fail_next(self, kind: str) -> None:
+        """The next step fails: while its batch is built, at launch, or when it is collected."""
+        self.fault = kind
+
+    def flush(self) -> None:
+        self.cache.flush()
+        self.scheduler.verify()
+        assert self.cache.tree.evictable == 0
+
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+
+    def step(self, overlap: bool = True) -> list[TokenOutput]:
+        """One turn of the engine's loop; without overlap the step is settled at once."""
+        self.now += 0.01
+        self.faulted = False
+        plan = self.scheduler.plan(self.now)
+        self.scheduler.verify()
+        previous, self.flight = self.flight, None
+        if plan is None:
+            outputs = self._settle(previous)
+        else:
+            self._check_plan(plan)
+            try:
+                self.flight = (plan, self._launch(plan))
+            except Fault as fault:
+                outputs = self._failed([p[0] for p in (previous,) if p] + [plan], fault)
+            else:
+                outputs = self._settle(previous)
+        if not overlap:
+            flight, self.flight = self.flight, None
+            outputs += self._settle(flight)
+        self.scheduler.verify()
+        for output in outputs:
+            self._absorb(output)
+        late = [rid for rid, t in self.tracks.items() if t.aborted and not t.finish]
+        assert not late, f"{late} are aborted and have no end"
+        return outputs
+
+    def drain(self, limit: int = 3000) -> None:
+        """Step until nothing is left."""
+        for _ in range(limit):
+            if not (self.flight or self.scheduler.running or self.scheduler.waiting or self.scheduler.has_ended):
+                return
+            self.step()
+        raise AssertionError(f"{self.scheduler.running} running and {self.scheduler.waiting} waiting after {limit} steps")
+
+    def finish(self) -> None:
+        """Drain, then everything must be as it was at first, page by page."""
+        self.drain()
+        open_ends = [rid for rid, track in self.tracks.items() if not track.finish]
+        assert not open_ends, f"{open_ends} got no end"
+        pool, tree, table = self.cache.pool, self.cache.tree, self.scheduler.table
+        assert tree.protected == 0 and pool.free + tree.evictable == pool.capacity
+        self.flush()
+        assert sorted(pool._free[:pool.free].tolist()) == list(range(1, pool.total)) and not pool.owner.any()
+        assert not tree._roots, f"{len(tree._roots)} domains are left"
+        assert sorted(table._free) == list(range(1, self.limits.max_running + 1))
+        assert not self.scheduler._by_id and not len(self.scheduler._decoding) and not self.scheduler._prefilling
+
+    # ---- inside
+
+    def _launch(self, plan: Plan) -> Out:
+        fault, self.fault = self.fault, None
+        if fault == "build":
+            raise Fault("no bucket")
+        batch, bucket = batch_module.build_batch(plan, self.scheduler.table, self.limits.page_size, self.buckets)
+        self.once.launch(batch, self.cache.pool)
+        self.scheduler.advance(plan)
+        if fault == "launch":
+            raise Fault("out of memory")
+        if fault == "collect":
+            self.device.fault = True
+        self.launched += 1
+        out, self.state = self.device.compile(None, None, bucket)(self.state, batch)
+        return out
+
+    def _settle(self, flight: tuple[Plan, Out] | None) -> list[TokenOutput]:
+        if flight is None:
+            return self.scheduler.ended()
+        try:
+            result = flight[1].collect()
+        except Fault as fault:
+            return self._failed([flight[0]] + [p[0] for p in (self.flight,) if p], fault)
+        return self.scheduler.settle(flight[0], result)
+
+    def _failed(self, plans: list[Plan], fault: Fault) -> list[TokenOutput]:
+        flight, self.flight, self.faulted = self.flight, None, True
+        try:
+            if flight:
+                flight[1].collect()
+        except (Fault, AssertionError):
+            pass  # it may well have read what the failed step did not write
+        return self.scheduler.fail(plans, str(fault))
+
+    def _check_plan(self, plan: Plan) -> None:
+        limits = self.limits
+        ranges = plan.record(self.scheduler.table).ranges
+        assert len({r.request for r in ranges}) == len(ranges) <= limits.max_running
+        assert all(0 <= r.start < r.stop <= limits.max_model_len for r in ranges), f"ranges {ranges}"
+        assert sum(c.stop - c.start for c in plan.chunks) <= limits.chunk, "over the budget of prompt tokens"
+        assert all(c.scores <= limits.score_rows for c in plan.chunks), "over the limit of scored rows"
+        assert all(r.sample for r in ranges[:len(plan.decode)])
+
+    def _absorb(self, output: TokenOutput) -> None:
+        """Check one output against the oracle."""
+        track = self.tracks[output.id]
+        assert track.finish is None, f"{output.id} gets output after its end"
+        params, prompt = track.submit.params, unpack_ids(track.submit.prompt)
+        tokens = unpack_ids(output.tokens).tolist()
+        for token in tokens:
+            want = draw_token([*prompt, *track.out], requested(track.submit, track.out))
+            assert token == want, f"{output.id}: token {len(track.out)} is {token}, right is {want}"
+            track.out.append(token)
+        if params.logprobs is None:
+            assert output.logprobs is None
+        elif tokens:
+            check_logprobs(output.logprobs, np.array(tokens), params.logprobs)
+        if track.cached is None:
+            self._check_first(track, output, prompt)
+        else:
+            assert (output.prompt_tokens, output.cached_tokens, output.prompt_logprobs) == (0, 0, None)
+        track.finish = output.finish
+        self._check_end(track, output, len(prompt))
+
+    def _check_first(self, track: Track, output: TokenOutput, prompt: np.ndarray) -> None:
+        k, reusable = track.submit.params.prompt_logprobs, self.cache.enabled
+        track.cached = output.cached_tokens
+        assert output.prompt_tokens == len(prompt)
+        assert 0 <= track.cached <= (len(prompt) - 1 if reusable and k is None else 0)
+        assert track.cached % self.limits.page_size == 0
+        if k is None or len(prompt) == 1 or output.finish in ("abort", "error"):
+            assert output.prompt_logprobs is None
+        else:
+            assert output.prompt_logprobs is not None, f"{output.id} misses its prompt's logprobs"
+            check_logprobs(output.prompt_logprobs, prompt[1:], k)
+
+    def _check_end(self, track: Track, output: TokenOutput, prompt_len: int) -> None:
+        params, last = track.submit.params, track.out[-1] if track.out else -1
+        most = min(params.max_tokens, self.limits.max_model_len - prompt_len)
+        stopped = bool(track.out) and last in stop_ids(params) and len(track.out) >= params.min_tokens
+        right = "stop" if stopped else "length" if len(track.out) == most else None
+        if output.finish == "abort":
+            assert track.aborted
+        elif output.finish == "error":
+            late = self.now - track.arrival > min(self.limits.waiting_timeout, self.limits.running_timeout)
+            assert self.faulted or late and ("waited" in output.error or "ran" in output.error), output.error
+        elif output.tokens or output.finish:
+            assert output.finish == right, f"{output.id} after {len(track.out)} tokens: {output.finish}, right is {right}"
+        assert output.stop_id == (last if output.finish == "stop" else -1)
+
+
+def check_logprobs(have: Logprobs, tokens: np.ndarray, k: int) -> None:
+    ids = (tokens[:, None] + np.arange(k)) % VOCAB
+    assert have.k == k
+    np.testing.assert_array_equal(np.frombuffer(have.chosen, np.float32), logprob_of(tokens))
+    np.testing.assert_array_equal(unpack_ids(have.top_ids).reshape(len(tokens), k), ids)
+    np.testing.assert_array_equal(np.frombuffer(have.top, np.float32).reshape(len(tokens), k), logprob_of(ids))
+
+
+# ---- random work
+
+def random_run(seed: int, steps: int) -> Run:
+    """A run of at least `steps` launched steps in which anything may happen, then a drain; the same for a seed."""
+    rng = random.Random(seed)
+    page = rng.choice((1, 2, 4, 16))
+    least = -(-MAX_LEN // page) + 1
+    run = Run(page, rng.randint(least, 3 * least), rng.choice(("lpm", "fcfs")), late=rng.random() < 0.5,
+              padded=rng.random() < 0.5, prefix_cache=rng.random() < 0.9)
+    overlap, load = rng.choice((0.0, 0.5, 1.0, 1.0)), rng.choice((0.2, 0.5))
+    while run.launched < steps:
+        if rng.random() < load:
+            base = rng.choice(run.history)
+            prompt = base[:rng.randint(0, len(base))] + [rng.randrange(4) for _ in range(rng.randint(1, 16))]
+            params = {name: rng.choice(values) for name, values in PARAMS.items()}
+            run.submit(prompt[:MAX_LEN - 1], rng.choice(DOMAINS), rng.choice((0, 0, 0, 1)), **params)
+        if rng.random() < 0.05 and run.tracks:
+            run.abort(rng.choice(list(run.tracks)[-12:]))
+        event = rng.random()
+        if event < 0.01:
+            run.fail_next(rng.choice(("build", "launch", "collect", "collect")))
+        elif event < 0.03:
+            run.flush()
+        elif event < 0.035:
+            run.wait(rng.choice((1.0, 7.0, 21.0)))
+        for output in run.step(rng.random() < overlap):
+            if output.finish:
+                track = run.tracks[output.id]
+                run.history = [*run.history[-11:], (unpack_ids(track.submit.prompt).tolist() + track.out)[:30]]
+        if len(run.tracks) > 60:
+            run.tracks = {rid: track for rid, track in run.tracks.items() if not track.finish}
+    run.finish()
+    return run
