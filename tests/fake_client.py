@@ -1,4 +1,4 @@
-"""A client and a tokenizer for tests of the server: planned texts at once, and a record of what was asked and aborted."""
+"""A client and a tokenizer for tests of the server: planned texts at once, and a record of what came in."""
 from __future__ import annotations
 
 import asyncio
@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-
 from isthmus.core.errors import EngineDead
 from isthmus.core.messages import Abort, Logprobs, TextOutput, TextOutputs, pack_ids, refused, unpack_ids
 from isthmus.core.processes.client import EngineClient
@@ -81,6 +80,7 @@ class FakeClient(EngineClient):
         self.submits, self.watches, self.aborts = [], [], []
         self.flushes = 0
         self._tasks: dict[str, asyncio.Task] = {}
+        self._visible: dict[str, str] = {}
         self.tokenizer = ByteTokenizer()
         self._serve()
 
@@ -145,8 +145,6 @@ class FakeClient(EngineClient):
                 prompt_logprobs=self._prompt_scores(submit, prompt) if i == 0 else None)]))
             shown = end
 
-    _visible: dict[str, str] = {}
-
     def _plan(self, submit: Any, prompt: str) -> list[tuple[int, int, str | None, str | None]]:
         """Per token: id, characters visible after it, finish, stop reason."""
         params = submit.params
@@ -167,7 +165,7 @@ class FakeClient(EngineClient):
         for id in ids:
             length += len(decoder.decode(bytes([id])))
             ends = stop is not None and length >= text.find(stop) + len(stop)
-            plan.append((id, min(length, len(self._visible[submit.id])), "stop" if ends else None, stop if ends else None))
+            plan.append((id, min(length, len(self._visible[submit.id])), *(("stop", stop) if ends else (None, None))))
             if ends:
                 return plan
         if len(ids) < params.max_tokens:
@@ -198,3 +196,30 @@ def make_app(server: dict | None = None, model: dict | None = None, **client: An
     fake, template = FakeClient(config, **client), ChatMarks()
     return SimpleNamespace(app=create_app(fake, TextService(ByteTokenizer(), template), config), client=fake,
                            template=template)
+
+
+async def drive(app: Any, path: str, body: bytes, hang_up: Any = None, headers: dict | None = None) -> list[dict]:
+    """One POST straight through ASGI; the client hangs up as soon as `hang_up(messages sent so far)` is true."""
+    sent: list[dict] = []
+    gone, chunks = asyncio.Event(), [body]
+    fields = {"content-type": "application/json", "host": "test", **(headers or {})}
+
+    async def receive() -> dict:
+        if chunks:
+            return {"type": "http.request", "body": chunks.pop(), "more_body": False}
+        await gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: dict) -> None:
+        sent.append(message)
+        if hang_up is not None and hang_up(sent):
+            gone.set()
+
+    scope = {"type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1", "method": "POST",
+             "scheme": "http", "path": path, "raw_path": path.encode(), "query_string": b"", "root_path": "",
+             "headers": [(k.encode(), v.encode()) for k, v in fields.items()], "client": ("test", 1),
+             "server": ("test", 80)}
+    if hang_up is not None and hang_up(sent):
+        asyncio.get_running_loop().call_later(0.02, gone.set)
+    await app(scope, receive, send)
+    return sent

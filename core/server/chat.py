@@ -13,13 +13,13 @@ from ..messages import TextOutput, unpack_ids
 from ..scheduler.request import cache_domain
 from .context import Server
 from .conversation import generation_prompt, parse_messages, template_kwargs
-from .generation import Choice, Generation, Prompt, check_ended, new_id
+from .generation import Choice, Generation, Prompt, check_ended, new_id, wants_usage
 from .limits import read_object
 from .logprobs import chat_logprobs
 from .protocol import ChatRequest, refuse_unsupported
 from .stream import EventStream, event, json_response, unless_hung_up
 from .validate import check_choices, invalid, output_limit, sampling_params
-from .wire import Answer, ChatChoice, ChatLogprobs, ChunkChoice, Delta, Message, usage
+from .wire import Answer, ChatChoice, ChatLogprobs, ChunkChoice, Delta, Message
 
 
 async def chat_completions(server: Server, request: Request) -> Response:
@@ -69,16 +69,13 @@ class ChatAnswer:
     def __init__(self, server: Server, asked: ChatRequest, generation: Generation):
         self.server, self.asked, self.generation = server, asked, generation
         self.created = int(time.time())
-        options = asked.stream_options
-        self.include_usage = bool(options and options.include_usage)
-        self.continuous_usage = bool(options and options.continuous_usage_stats)
 
     def whole(self, choices: list[Choice]) -> Answer:
         """The buffered response."""
         answers = [self._choice(i, choice) for i, choice in enumerate(choices)]
         prompt_ids = self.generation.prompts[0].ids.tolist() if self.asked.return_token_ids else UNSET
         return Answer(self.generation.id, "chat.completion", self.created, self.server.model, answers,
-                      usage(*self.generation.usage()), prompt_ids)
+                      self.generation.usage(), prompt_ids)
 
     def _choice(self, index: int, choice: Choice) -> ChatChoice:
         check_ended(choice.finish)
@@ -110,9 +107,9 @@ class ChatAnswer:
                                                     stop_reason=UNSET if matched is None else matched))
                 if data:
                     yield data
-        if self.include_usage:
+        if wants_usage(self.asked.stream_options):
             yield event(Answer(self.generation.id, "chat.completion.chunk", self.created, self.server.model, [],
-                               usage(*self.generation.usage())))
+                               self.generation.usage()))
 
     def _text(self, index: int, output: TextOutput) -> bytes:
         """The chunk with an output's text; nothing for an output that only holds a part of a character."""
@@ -126,13 +123,8 @@ class ChatAnswer:
         return self._chunk(ChunkChoice(index, Delta(content=output.text), logprobs=logprobs, token_ids=ids))
 
     def _chunk(self, choice: ChunkChoice, first: bool = False) -> bytes:
-        numbers = UNSET
-        if self.continuous_usage:
-            numbers = usage(*self.generation.usage())
-        elif self.include_usage:
-            numbers = None
         prompt_ids = UNSET
         if first and self.asked.return_token_ids:
             prompt_ids = self.generation.prompts[0].ids.tolist()
         return event(Answer(self.generation.id, "chat.completion.chunk", self.created, self.server.model, [choice],
-                            numbers, prompt_ids))
+                            self.generation.chunk_usage(self.asked.stream_options), prompt_ids))

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from ..messages import Logprobs, TextOutput, unpack_ids
 from ..scheduler.request import cache_domain
 from .context import Server
-from .generation import Choice, Generation, Prompt, check_ended, new_id
+from .generation import Choice, Generation, Prompt, check_ended, new_id, wants_usage
 from .limits import read_object
 from .logprobs import LegacyShape
 from .protocol import CompletionRequest, refuse_unsupported
@@ -28,7 +28,7 @@ from .validate import (
     sampling_params,
     split_prompts,
 )
-from .wire import Answer, LegacyLogprobs, TextChoice, usage
+from .wire import Answer, LegacyLogprobs, TextChoice
 
 
 async def completions(server: Server, request: Request) -> Response:
@@ -53,13 +53,11 @@ async def start(server: Server, asked: CompletionRequest) -> Generation:
         raise invalid("best_of", f"is {asked.best_of}; only the value of n ({n}) is supported")
     parts = split_prompts(asked.prompt)
     check_choices(len(parts), n, server.bounds)
-    many = len(parts) > 1 or isinstance(asked.prompt[0] if asked.prompt else "", list)
-    names = [f"prompt[{i}]" if many and not isinstance(asked.prompt, str) else "prompt" for i in range(len(parts))]
-    prompts = [await read_prompt(server, asked, part, name) for part, name in zip(parts, names, strict=True)]
+    prompts = [await read_prompt(server, asked, name, part) for name, part in parts]
     return Generation(server, new_id("cmpl"), prompts, n, cache_domain(salt=asked.cache_salt), asked.priority or 0)
 
 
-async def read_prompt(server: Server, asked: CompletionRequest, part: str | list[Any], param: str) -> Prompt:
+async def read_prompt(server: Server, asked: CompletionRequest, param: str, part: str | list[Any]) -> Prompt:
     """One prompt's ids and parameters."""
     bounds: Bounds = server.bounds
     if isinstance(part, str):
@@ -81,15 +79,12 @@ class CompletionAnswer:
     def __init__(self, server: Server, asked: CompletionRequest, generation: Generation):
         self.server, self.asked, self.generation = server, asked, generation
         self.created = int(time.time())
-        options = asked.stream_options
-        self.include_usage = bool(options and options.include_usage)
-        self.continuous_usage = bool(options and options.continuous_usage_stats)
         self.shapes = [LegacyShape(server.text, choice.prompt.params.skip_special) for choice in generation.choices]
 
     def whole(self, choices: list[Choice]) -> Answer:
         """The buffered response."""
         answers = [self._choice(i, choice) for i, choice in enumerate(choices)]
-        return self._answer(answers, usage(*self.generation.usage()))
+        return self._answer(answers, self.generation.usage())
 
     async def chunks(self) -> AsyncIterator[bytes]:
         """The stream: text with, in each choice's last chunk, its finish; then, if asked for, the usage."""
@@ -100,10 +95,9 @@ class CompletionAnswer:
                 choice = self._part(index, output, index not in begun)
                 begun.add(index)
                 if choice is not None:
-                    numbers = None if self.include_usage else UNSET
-                    yield event(self._answer([choice], usage(*self.generation.usage()) if self.continuous_usage else numbers))
-        if self.include_usage:
-            yield event(self._answer([], usage(*self.generation.usage())))
+                    yield event(self._answer([choice], self.generation.chunk_usage(self.asked.stream_options)))
+        if wants_usage(self.asked.stream_options):
+            yield event(self._answer([], self.generation.usage()))
 
     def _part(self, index: int, output: TextOutput, first: bool) -> TextChoice | None:
         """An output as a chunk's choice; None for one that only holds a part of a character."""

@@ -14,8 +14,9 @@ from ..errors import EngineDead, RequestError
 
 log = logging.getLogger(__name__)
 
-STATUS_CODES = {401: "invalid_api_key", 404: "not_found", 405: "method_not_allowed", 413: "request_too_large",
-                415: "unsupported_media_type", 431: "headers_too_large", 429: "overloaded", 503: "unavailable"}
+STATUS_CODES = {400: "invalid_request", 401: "invalid_api_key", 404: "not_found", 405: "method_not_allowed",
+                413: "request_too_large", 415: "unsupported_media_type", 429: "overloaded", 431: "headers_too_large",
+                503: "unavailable"}
 ABORTED = "aborted"
 
 

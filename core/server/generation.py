@@ -10,12 +10,20 @@ from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
+from msgspec import UNSET, UnsetType
 
 from ..errors import RequestError
 from ..messages import Logprobs, SamplingParams, Submit, TextOutput, Watch, pack_ids
 from .context import Server
 from .errors import ABORTED
+from .protocol import StreamOptions
 from .validate import nth_seed
+from .wire import Usage, usage
+
+
+def wants_usage(options: StreamOptions | None) -> bool:
+    """Does the stream end with a chunk that has the usage?"""
+    return bool(options and options.include_usage)
 
 
 def new_id(prefix: str) -> str:
@@ -154,11 +162,17 @@ class Generation:
                 self.choices[index].add(output)
         return self.choices
 
-    def usage(self) -> tuple[int, int, int]:
-        """Prompt, completion and cached tokens so far. A prompt counts once however often it is answered."""
-        firsts = self.choices[::self.n]
-        return (sum(len(prompt.ids) for prompt in self.prompts), sum(choice.completion for choice in self.choices),
-                sum(choice.cached for choice in firsts))
+    def usage(self) -> Usage:
+        """Tokens so far. A prompt counts once however often it is answered."""
+        return usage(sum(len(prompt.ids) for prompt in self.prompts),
+                     sum(choice.completion for choice in self.choices),
+                     sum(choice.cached for choice in self.choices[::self.n]))
+
+    def chunk_usage(self, options: StreamOptions | None) -> Usage | None | UnsetType:
+        """`usage` of a chunk that has choices: OpenAI sends null there when the last chunk will have it."""
+        if options is not None and options.continuous_usage_stats:
+            return self.usage()
+        return None if wants_usage(options) else UNSET
 
 
 def check_ended(finish: str | None) -> None:

@@ -47,18 +47,18 @@ async def start(server: Server, asked: GenerateRequest) -> Generation:
         raise invalid("text", "or input_ids is required, and only one of them")
     param = "text" if asked.input_ids is None else "input_ids"
     parts = split_prompts(getattr(asked, param), param)
-    if asked.input_ids is not None and isinstance(parts[0], str):
+    if asked.input_ids is not None and isinstance(parts[0][1], str):
         raise invalid("input_ids", "must be token ids or a list of token id lists")
     fields = asked.sampling_params or SamplingFields()
     n = fields.n or 1
     check_choices(len(parts), n, server.bounds)
-    prompts = [await read_prompt(server, asked, fields, part, param) for part in parts]
+    prompts = [await read_prompt(server, asked, fields, name, part) for name, part in parts]
     return Generation(server, asked.rid or new_id("gen"), prompts, n, cache_domain(salt=asked.cache_salt),
                       asked.priority or 0)
 
 
-async def read_prompt(server: Server, asked: GenerateRequest, fields: SamplingFields, part: str | list[Any],
-                      param: str) -> Prompt:
+async def read_prompt(server: Server, asked: GenerateRequest, fields: SamplingFields, param: str,
+                      part: str | list[Any]) -> Prompt:
     """One prompt's ids and parameters."""
     bounds = server.bounds
     ids = check_ids((await server.text.encode(part)).tolist() if isinstance(part, str) else part, bounds, param)

@@ -42,20 +42,20 @@ def check_ids(ids: Any, bounds: Bounds, param: str) -> np.ndarray:
     return np.array(ids, np.int32)
 
 
-def split_prompts(prompt: Any, param: str = "prompt") -> list[str | list[Any]]:
-    """The prompts of a request: text, a list of texts, token ids, or a list of token id lists."""
+def split_prompts(prompt: Any, param: str = "prompt") -> list[tuple[str, str | list[Any]]]:
+    """Name and value of each prompt of a request: text, a list of texts, token ids, or a list of token id lists."""
     if prompt is None:
         raise invalid(param, "is required", "missing_required_parameter")
     if isinstance(prompt, str):
-        return [prompt]
+        return [(param, prompt)]
     if not isinstance(prompt, list) or not prompt:
         raise invalid(param, f"must be text, a list of texts, token ids or a list of them; got {shown(prompt)}")
     if isinstance(prompt[0], (str, list)):
         kind = type(prompt[0])
         if not all(type(part) is kind for part in prompt):
             raise invalid(param, "mixes texts, numbers and lists; send one kind")
-        return prompt
-    return [prompt]
+        return [(f"{param}[{i}]", part) for i, part in enumerate(prompt)]
+    return [(param, prompt)]
 
 
 def check_choices(prompts: int, n: int, bounds: Bounds) -> None:
