@@ -342,7 +342,8 @@ def run_state(watch: Watch, batches: list[TokenOutput]):
 
 
 def test_a_stop_string_inside_a_batch_of_tokens_counts_up_to_its_last_token():
-    logprobs = Logprobs(np.arange(6, dtype="<f4").tobytes(), 2, pack_ids(range(12)), np.arange(12, dtype="<f4").tobytes())
+    logprobs = Logprobs(np.arange(6, dtype="<f4").tobytes(), 2, pack_ids(range(12)),
+                        np.arange(12, dtype="<f4").tobytes())
     texts, stops, left = run_state(Watch("a", ("cd",)), [TokenOutput("a", pack_ids(list(b"abcdef")), logprobs=logprobs),
                                                         TokenOutput("a", pack_ids(list(b"gh")))])
     assert [(t.text, t.finish, t.stop_reason, t.completion_tokens) for t in texts] == [("ab", "stop", "cd", 4)]

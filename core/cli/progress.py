@@ -21,7 +21,8 @@ class ProgressLine:
             from rich.console import Console
             from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
             self._bar = Progress(TextColumn("{task.description}"), BarColumn(24), TextColumn("{task.fields[amount]}"),
-                                 TimeElapsedColumn(), console=Console(file=self.stream), transient=True)
+                                 TimeElapsedColumn(), transient=True,
+                                 console=Console(file=self.stream, force_terminal=True))
             self._bar.start()
         return self
 

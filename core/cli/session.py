@@ -51,10 +51,16 @@ def end_children() -> None:
 
 
 def fetch(config: Config, progress: Progress | None = None) -> Config:
-    """The same configuration with the model as a local path, fetched if need be: every process opens the same one."""
-    from ..weights.sources import resolve_model
+    """The same configuration with the model as a local path, fetched if need be: every process opens the same one.
+
+    A model of `isthmus models` is served under that name unless the user chose another.
+    """
+    from ..weights.sources import DEFAULT, resolve_model
+    from ..weights.wheels import KNOWN
     path = resolve_model(config.model.model, config.model.revision, progress)
-    return replace(config, model=replace(config.model, model=str(path), revision=None))
+    known = KNOWN.get((config.model.model or DEFAULT).lower())
+    served = config.model.served_model_name or (known.name if known else None)
+    return replace(config, model=replace(config.model, model=str(path), revision=None, served_model_name=served))
 
 
 def open_text(config: Config) -> Any:
