@@ -352,3 +352,19 @@ def test_two_names_of_one_tensor_are_refused(tmp_path):
 def test_layers_of_the_tiny_model_are_all_there(tmp_path):
     names = open_checkpoint(tiny_llama_gguf(tmp_path / "tiny.gguf")).names
     assert sum("input_layernorm" in n for n in names) == LAYERS
+
+
+# Real vocabularies, where the shared test data is at hand
+
+VOCABULARIES = Path(__file__).parents[2] / "shared" / "data" / "llama_cpp_models" / "models"
+
+
+@pytest.mark.parametrize("name, model, size", [("gpt-2", "gpt2", 50257), ("llama-spm", "llama", 32000),
+                                               ("starcoder", "gpt2", 49152), ("phi-3", "llama", 32064)])
+def test_real_vocabularies_are_read(name, model, size):
+    path = VOCABULARIES / f"ggml-vocab-{name}.gguf"
+    if not path.is_file():
+        pytest.skip(f"no {path}")
+    checkpoint = open_checkpoint(path)
+    assert checkpoint.metadata["tokenizer.ggml.model"] == model and checkpoint.names == frozenset()
+    assert len(checkpoint.metadata["tokenizer.ggml.tokens"]) == checkpoint.config["vocab_size"] == size

@@ -31,7 +31,8 @@ IGNORED = {"user": "u", "store": True, "metadata": {"a": "b"}, "service_tier": "
            "prompt_cache_retention": "24h", "prompt_cache_options": {"mode": "auto"}, "safety_identifier": "s",
            "reasoning_effort": "low", "verbosity": "low", "parallel_tool_calls": True, "tool_choice": "auto",
            "modalities": ["text"], "prediction": {"type": "content", "content": "x"},
-           "response_format": {"type": "text"}, "web_search_options": {}, "stream_options": {"include_obfuscation": False}, "session_id": "s",
+           "response_format": {"type": "text"},
+           "web_search_options": {}, "stream_options": {"include_obfuscation": False}, "session_id": "s",
            "separate_reasoning": True, "include_reasoning": True, "request_id": "r", "unheard_of": [1, {"a": None}],
            "tools": [], "functions": [], "guided_json": None, "lora_path": "", "suffix": ""}
 REFUSED = {"tools": [{"type": "function", "function": {"name": "f"}}], "functions": [{"name": "f"}],

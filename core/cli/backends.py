@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from ..config import Config
 from ..errors import ConfigError, RequestError
-from .session import fetch, in_thread, open_text
+from .session import fetch, in_thread, make_local_client, open_text
 
 Message = dict[str, str]
 Prompt = str | Sequence[Message]
@@ -63,13 +63,11 @@ class LocalBackend:
 
     async def start(self, progress: Any) -> None:
         """Fetch and load the model."""
-        from ..processes.in_process import InProcessClient
         loop = asyncio.get_running_loop()
         local = await in_thread(fetch, self.config, lambda *args: loop.call_soon_threadsafe(progress, *args))
-        self.client = InProcessClient(local)
-        text = in_thread(open_text, local)
+        self.text = await in_thread(open_text, local)
+        self.client = make_local_client(local, self.text)
         await self.client.start(progress)
-        self.text = await text
         self.name = f"{self.client.info['served_name']} on {self.client.info['platform']}"
 
     @property

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import errno
 import json
-import logging
 import signal
 import socket
 import sys
@@ -15,16 +14,21 @@ from collections.abc import Callable
 from typing import Any
 
 from ..config import Config
-from ..env import debug_level
-from ..errors import ConfigError, IsthmusError
+from ..errors import ConfigError
 from ..logs import set_up_logging
 from .banner import banner, base_url
 from .parser import add_model_argument
 from .progress import ProgressLine
-from .session import end_children, fetch, in_thread, make_client, open_text
+from .session import (
+    end_children,
+    fetch,
+    in_process,
+    in_thread,
+    make_local_client,
+    make_process_client,
+    open_text,
+)
 from .settings import Resolved
-
-log = logging.getLogger(__name__)
 
 BACKLOG = 2048
 
@@ -34,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, resolved: Resolved) -> int:
-    """Serve until a signal; 0 after an orderly end, 1 when the engine could not be had or was lost."""
+    """Serve until a signal, then drain; 0 after an orderly end."""
     config = resolved.config
     listener = listen(config.server.host, config.server.port)
     set_up_logging(config.server)
@@ -141,12 +145,17 @@ async def _serve(config: Config, listener: socket.socket) -> int:
             if not await until(fetching, signals.first):
                 return 0
             local = fetching.result()
-            client = make_client(local)
-            text = in_thread(open_text, local)
-            if not await until(asyncio.gather(client.start(progress), text), signals.first):
+            opening = in_thread(_open_server, local)
+            if in_process(local):
+                if not await until(opening, signals.first):
+                    return 0
+                client = make_local_client(local, opening.result()[0])
+            else:
+                client = make_process_client(local)
+            if not await until(asyncio.gather(client.start(progress), opening), signals.first):
                 return 0
-        from ..server.app import create_app
-        app = create_app(client, text.result(), local)
+        text, create_app = opening.result()
+        app = create_app(client, text, local)
         url = base_url(*listener.getsockname()[:2])
         async with app.router.lifespan_context(app):
             gate.app = app
@@ -157,17 +166,18 @@ async def _serve(config: Config, listener: socket.socket) -> int:
             http.force_exit = signals.second.is_set()
             await serving
         return 0
-    except IsthmusError as error:
-        if debug_level():
-            log.exception("start failed")
-        print(f"isthmus: {error}", file=sys.stderr)
-        return 1
     finally:
         http.should_exit = http.force_exit = True
         if client is not None:
             await client.close()
         end_children()
         await asyncio.gather(serving, return_exceptions=True)
+
+
+def _open_server(config: Config) -> tuple[Any, Callable[..., Any]]:
+    """The text service, and what makes the application: imported here, while the engine loads."""
+    from ..server.app import create_app
+    return open_text(config), create_app
 
 
 async def _drain(client: Any, timeout: float, signals: Signals) -> None:

@@ -66,7 +66,7 @@ def fetch(config: Config, progress: Progress | None = None) -> Config:
 def open_text(config: Config) -> Any:
     """The `TextService` of a model at a local path, with the user's chat template if one is set."""
     from ..server.text_service import TextService
-    from ..text import ChatTemplate
+    from ..text.template import ChatTemplate
     from ..text.tokenizer import load_tokenizer
     from ..weights.checkpoint import open_checkpoint
     with open_checkpoint(config.model.model) as checkpoint:
@@ -80,10 +80,18 @@ def open_text(config: Config) -> Any:
     return TextService(tokenizer, ChatTemplate(source, tokenizer) if source else None)
 
 
-def make_client(config: Config) -> Any:
-    """The engine in processes of its own, or in this one if asked for, or where the system has no ipc sockets."""
-    if config.server.in_process or sys.platform == "win32":
-        from ..processes.in_process import InProcessClient
-        return InProcessClient(config)
+def in_process(config: Config) -> bool:
+    """Whether the engine runs in this process: where that was asked for, and where there are no ipc sockets."""
+    return config.server.in_process or sys.platform == "win32"
+
+
+def make_local_client(config: Config, text: Any) -> Any:
+    """The engine in a thread of this process, with the tokenizer that is open already."""
+    from ..processes.in_process import InProcessClient
+    return InProcessClient(config, tokenizer=lambda _: text.tokenizer)
+
+
+def make_process_client(config: Config) -> Any:
+    """The engine in processes of its own."""
     from ..processes.three import ProcessClient
     return ProcessClient(config)

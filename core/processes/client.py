@@ -4,6 +4,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -23,6 +24,8 @@ from ..messages import (
     Watch,
     request_error,
 )
+
+log = logging.getLogger(__name__)
 
 ProgressCall = Callable[[str, int, int], None]  # stage, done, total
 
@@ -154,7 +157,7 @@ class EngineClient(ABC):
         elif isinstance(message, Ready):
             self._on_ready(message)
         elif isinstance(message, Failed):
-            self._end("dead", f"{message.process}: {message.message}")
+            self._end("dead", message.message)
 
     def _on_ready(self, message: Ready) -> None:
         self.info = json.loads(message.info) or self.info
@@ -178,6 +181,8 @@ class EngineClient(ABC):
         if self._state in ("dead", "closed"):
             return
         self._state, self._reason = state, reason
+        if state == "dead" and self.info:
+            log.error("the engine is gone: %s", reason)
         for queue in self._streams.values():
             queue.put_nowait(EngineDead(reason))
         for future in self._commands.values():

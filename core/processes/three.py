@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from typing import Any
 
 import zmq
@@ -14,8 +13,6 @@ from ..messages import Ready, Submit, Watch
 from .client import EngineClient, ProgressCall
 from .wire import decode_to_api, encode, read_socket, write_socket
 from .workers import ROLES, Workers, describe_exit
-
-log = logging.getLogger(__name__)
 
 RETRY_S = 0.02      # between tries to hand an abort to a scheduler whose queue is full
 LAST_WORDS_S = 0.5  # how long a dead process's own explanation may take to arrive
@@ -97,7 +94,6 @@ class ProcessClient(EngineClient):
         """A worker is gone: unhealthy now; waiting clients hear it as soon as its own explanation had its chance."""
         if self._state not in ("dead", "closed"):
             self._state, self._reason = "failing", describe_exit(role, code)
-            log.error("%s", self._reason)
             self._loop.call_later(LAST_WORDS_S, self._end, "dead", self._reason)
 
     def _end(self, state: str, reason: str) -> None:
