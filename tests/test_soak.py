@@ -1,0 +1,13 @@
+"""The soak of `tests/soak.py`, short: the whole one is 200 clients for 180 seconds."""
+from __future__ import annotations
+
+import pytest
+
+from .soak import soak
+
+
+@pytest.mark.slow
+def test_clients_that_hang_up_leave_nothing_behind():
+    pytest.importorskip("torch")
+    result = soak(clients=60, seconds=25, flags=["--platform=cpu"])
+    assert not result["problems"], result["problems"]
