@@ -9,6 +9,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Library
 
 from ..errors import CheckpointError
+from ..weights.files import read_json
 from .vocab import Vocab
 
 MAX_JSON = 1 << 28      # bytes in tokenizer.json; Gemma's, among the largest, has 33 million
@@ -45,17 +46,7 @@ def folder_vocab(folder: Path) -> Vocab:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    if path.stat().st_size > MAX_JSON:
-        raise CheckpointError(f"{path}: {path.stat().st_size} bytes, more than the limit of {MAX_JSON}")
-    try:
-        value = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: {error}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: must hold a JSON object, not {type(value).__name__}")
-    return value
+    return read_json(path) if path.is_file() else {}
 
 
 def _settings(folder: Path) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from .gguf_vocab import gguf_vocab
 from .vocab import Vocab
 
 if TYPE_CHECKING:
-    from ..weights import Checkpoint
+    from ..weights.checkpoint import Checkpoint
 
 # Two noncharacters, which no text for interchange holds (Unicode 23.7); removed after control tokens have been matched.
 GUARD = "\ufdd0\ufdd1"
