@@ -1,0 +1,79 @@
+"""The real GGUF models on cpu give the greedy tokens of `transformers` with the same dequantized weights."""
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from isthmus.core.errors import CheckpointError
+from isthmus.core.text.tokenizer import load_tokenizer
+from isthmus.core.weights.checkpoint import Checkpoint, open_checkpoint
+from isthmus.core.weights.sources import resolve_model
+from isthmus.platforms.expand import expand
+
+from .harness import Runner
+
+COUNT, PROMPT = 64, 8
+LOGIT_ERROR = 5e-3  # float32 sums in another order, through 30 layers, on logits of up to 60
+OPENINGS = ["The history of {} begins a long time ago, in", "My grandmother always said that {} would one day",
+            "A short and simple guide to {} for beginners:", "Scientists who have studied {} for many years found",
+            "Question: why do so many people like {}? Answer:", "Once upon a time, long before {} was known,",
+            "The three most important facts about {} are these:", "In the summer of 1923 the price of {}"]
+TOPICS = ["bread", "chess", "steam engines", "the moon"]
+
+
+def hf_from(checkpoint: Checkpoint) -> transformers.PreTrainedModel:
+    """The checkpoint in `transformers`, every weight expanded to float32."""
+    config = transformers.AutoConfig.for_model(**checkpoint.config)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            raw = checkpoint.tensor(name)
+            one = 1 if checkpoint.norms_include_one and "norm" in name else 0
+            weight.copy_(torch.from_numpy(expand(raw).reshape(raw.shape) - np.float32(one)))
+    return model
+
+
+@torch.no_grad()
+def hf_greedy(model: transformers.PreTrainedModel, prompts: np.ndarray, count: int) -> np.ndarray:
+    """[prompts, count] greedy tokens, all prompts in one batch."""
+    new, cache, steps = torch.from_numpy(prompts).long(), None, []
+    for _ in range(count):
+        out = model(new, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        cache, new = out.past_key_values, out.logits[:, -1:].argmax(-1)
+        steps.append(new)
+    return torch.cat(steps, dim=1).numpy()
+
+
+def logit_error(run: Runner, model: transformers.PreTrainedModel, ids: list[int], seq: int) -> tuple[float, np.ndarray]:
+    """Largest difference over all positions of a text, and the last position's logits in `transformers`."""
+    with torch.no_grad():
+        want = model(torch.tensor([ids]), use_cache=False).logits[0].numpy()
+    have = run.logits((seq, ids))[0]
+    return float(np.abs(have - want).max()), want[-1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["smollm2-135m-instruct", "gemma3-270m"])
+def test_greedy_tokens(name):
+    try:
+        path = Path(resolve_model(name))
+    except CheckpointError as error:
+        pytest.skip(f"the model cannot be had here: {error}")
+    with open_checkpoint(path) as checkpoint:
+        model, tokenizer = hf_from(checkpoint), load_tokenizer(checkpoint)
+    texts = [opening.format(topic) for opening in OPENINGS for topic in TOPICS]
+    prompts = np.array([tokenizer.encode(text, add_special=True)[:PROMPT] for text in texts])
+    run = Runner("cpu", path, "f32", pages=400, seqs=80, page_size=16)
+    have, want = run.greedy(prompts, COUNT), hf_greedy(model, prompts, COUNT)
+    error, _ = logit_error(run, model, [*prompts[0], *want[0, :-1]], seq=40)
+    print(f"\n{name}: {(have == want).all(axis=1).sum()} of {len(texts)} texts equal, logit error {error:.1e}")
+    assert error < LOGIT_ERROR
+    for row in np.flatnonzero((have != want).any(axis=1)):
+        at = int(np.argmax(have[row] != want[row]))
+        error, logits = logit_error(run, model, [*prompts[row], *want[row, :at]], seq=41 + int(row))
+        margin = float(logits[want[row, at]] - logits[have[row, at]])
+        print(f"  text {row} parts at token {at}: margin {margin:.1e}, logit error {error:.1e}")
+        assert error < LOGIT_ERROR and margin <= 2 * error, "no tie: the models differ"
