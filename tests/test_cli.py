@@ -25,7 +25,7 @@ from isthmus.core.cli.commands import COMMANDS
 from isthmus.core.cli.main import main
 from isthmus.core.cli.parser import build_parser, given_settings
 from isthmus.core.cli.progress import ProgressLine
-from isthmus.core.cli.serve import listen
+from isthmus.core.cli.serve import Gate, listen
 from isthmus.core.config import Config, ServerSettings
 from isthmus.core.errors import ConfigError, RequestError
 
@@ -436,43 +436,94 @@ def test_chat_from_a_pipe_against_a_server(canned):
 # ---- the real thing, on the platform without a model
 
 
+class Serving:
+    """`isthmus serve` in a process of its own, from its ready banner on."""
+
+    def __init__(self, *words: str, temporary, delay_ms=5):
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "isthmus.core.cli.main", "serve", *words, "--platform", "null", "--port", "0",
+             "--platform-option", f"delay_ms={delay_ms}"], stderr=subprocess.PIPE, text=True,
+            env={**os.environ, "TMPDIR": str(temporary)})
+
+    def __enter__(self):
+        self.lines = []
+        self.wait_for(" is ready after ")
+        self.address = self.lines[-1].split("http://")[1].strip()
+        self.children = psutil.Process(self.process.pid).children()
+        return self
+
+    def __exit__(self, *_):
+        self.process.kill()
+        self.process.stderr.close()
+        self.process.wait()
+
+    def wait_for(self, words: str) -> None:
+        while not self.lines or words not in self.lines[-1]:
+            self.lines.append(self.process.stderr.readline())
+            assert self.lines[-1], "".join(self.lines)
+
+    def ask(self, method: str, path: str, body=None) -> http.client.HTTPResponse:
+        connection = http.client.HTTPConnection(self.address, timeout=20)
+        connection.request(method, path, body and json.dumps(body), {"Content-Type": "application/json"})
+        return connection.getresponse()
+
+    def stream(self, max_tokens: int) -> http.client.HTTPResponse:
+        response = self.ask("POST", "/v1/completions", {"prompt": "hello", "max_tokens": max_tokens, "stream": True,
+                                                        "temperature": 0, "ignore_eos": True})
+        assert response.readline().startswith(b"data: ")
+        return response
+
+
 @pytest.mark.parametrize("words", [[], ["--in-process"]])
 def test_serve_from_loading_to_drain(tiny, words, tmp_path):
-    process = subprocess.Popen(
-        [sys.executable, "-m", "isthmus.core.cli.main", "serve", tiny, "--platform", "null", "--port", "0", *words,
-         "--platform-option", "delay_ms=5"], stderr=subprocess.PIPE, text=True,
-        env={**os.environ, "TMPDIR": str(tmp_path)})
-    try:
-        lines = []
-        while not lines or " is ready after " not in lines[-1]:
-            lines.append(process.stderr.readline())
-            assert lines[-1], "".join(lines)
-        address = lines[-1].split("http://")[1].strip()
-        children = psutil.Process(process.pid).children()
-        assert len(children) == (0 if words else 2)
-
-        def ask(method, path, body=None):
-            connection = http.client.HTTPConnection(address, timeout=20)
-            connection.request(method, path, body and json.dumps(body), {"Content-Type": "application/json"})
-            return connection.getresponse()
-
-        assert ask("GET", "/health").status == 200
-        stream = ask("POST", "/v1/completions", {"prompt": "hello", "max_tokens": 100, "stream": True, "temperature": 0,
-                                                 "ignore_eos": True})
-        assert stream.readline().startswith(b"data: ")
-        process.send_signal(signal.SIGTERM)
-        end = time.monotonic() + 5
-        while (refused := ask("POST", "/v1/completions", {"prompt": "hello"}).status) != 503:
-            assert refused == 200 and time.monotonic() < end
+    with Serving(tiny, *words, temporary=tmp_path) as server:
+        assert len(server.children) == (0 if words else 2)
+        assert server.ask("GET", "/health").status == 200
+        stream = server.stream(100)
+        server.process.send_signal(signal.SIGTERM)
+        server.wait_for("1 running requests have 30 s to finish")
+        assert server.ask("POST", "/v1/completions", {"prompt": "hello"}).status == 503
         rest = stream.read()
         assert b"[DONE]" in rest and b'"finish_reason":"length"' in rest
-        assert process.wait(10) == 0
-        assert not any(child.is_running() for child in children)
+        assert server.process.wait(10) == 0
+        assert not any(child.is_running() for child in server.children)
         assert list(tmp_path.iterdir()) == []
-    finally:
-        process.kill()
-        process.stderr.close()
-        process.wait()
+
+
+def test_a_second_signal_ends_it_at_once(tiny, tmp_path):
+    with Serving(tiny, temporary=tmp_path, delay_ms=100) as server:
+        stream = server.stream(240)  # takes 24 s
+        server.process.send_signal(signal.SIGINT)
+        server.wait_for("a second signal ends them now")
+        began = time.monotonic()
+        server.process.send_signal(signal.SIGINT)
+        assert server.process.wait(10) == 0
+        assert time.monotonic() - began < 5, "it must not wait for the request"
+        assert b'"finish_reason":"length"' not in stream.read()
+        assert not any(child.is_running() for child in server.children)
+
+
+def test_a_dead_engine_is_told_to_clients_and_probes(tiny, tmp_path):
+    with Serving(tiny, temporary=tmp_path) as server:
+        stream = server.stream(240)
+        victim = next(c for c in server.children if "scheduler" in " ".join(c.cmdline()))
+        victim.kill()
+        assert b'"error"' in stream.read()
+        health = server.ask("GET", "/health")
+        assert health.status == 503 and b"scheduler" in health.read()
+        assert server.ask("POST", "/v1/completions", {"prompt": "hello"}).status in (500, 503)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(10) == 0
+
+
+def test_until_the_model_is_loaded_the_answer_is_503_with_the_progress():
+    sent = []
+
+    async def send(message):
+        sent.append(message)
+    asyncio.run(Gate(lambda: "the model is loading: load weights 40%")({"type": "http"}, None, send))
+    assert sent[0]["status"] == 503 and (b"retry-after", b"1") in sent[0]["headers"]
+    assert json.loads(sent[1]["body"])["error"]["message"].endswith("load weights 40%")
 
 
 def test_generate_on_the_null_platform(tiny):

@@ -60,6 +60,8 @@ class LocalBackend:
     def __init__(self, config: Config):
         self.config = config
         self.name = ""
+        self.client: Any = None
+        self.text: Any = None
 
     async def start(self, progress: Any) -> None:
         """Fetch and load the model."""
@@ -104,8 +106,10 @@ class LocalBackend:
 
     async def close(self) -> None:
         """Stop the engine."""
-        if hasattr(self, "client"):
+        if self.client is not None:
             await self.client.close()
+        if self.text is not None:
+            self.text.close()
 
 
 class RemoteBackend:
