@@ -1,0 +1,203 @@
+"""Paged attention: the K and V memory of a layer, and how one step's tokens read it.
+
+Decode rows (one token) are gathered and attended together, in groups of similar length. Prefill rows go one by one
+over their own pages, without a copy where the pages follow each other in memory. Query heads that share a KV head
+are folded into another axis (the query axis in decode, the batch axis in prefill), so K and V are never repeated.
+"""
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from ...core.platform import AttentionSpec, Batch, LayerState
+
+HUGE = 2 << 20  # bytes of a huge page
+QUERIES = 256   # queries of a soft-capped prefill whose scores are held at once
+GROUP_WASTE = 1.25  # longest context of a decode group over its shortest, in pages
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+
+
+def huge_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Zeros, on huge pages where the system offers them: 4 KiB pages halve the read bandwidth of large buffers."""
+    nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    if nbytes < HUGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.zeros(shape, dtype=dtype)
+    memory = mmap.mmap(-1, nbytes + HUGE)
+    try:
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    except OSError:
+        pass  # a kernel without transparent huge pages
+    whole = torch.frombuffer(memory, dtype=torch.uint8)
+    start = -whole.data_ptr() % HUGE
+    return whole[start:start + nbytes].view(dtype).view(shape)
+
+
+@dataclass(frozen=True)
+class LayerCache:
+    """K and V of one layer, side by side for each token: [pages, page_size, 2, kv_heads, head_dim]."""
+
+    pages: torch.Tensor
+    keys: torch.Tensor    # [slots, kv_heads, head_dim], a view
+    values: torch.Tensor  # as keys
+
+    @classmethod
+    def allocate(cls, pages: int, page_size: int, layer: LayerState, dtype: torch.dtype) -> LayerCache:
+        memory = huge_zeros((pages, page_size, 2, layer.kv_heads, layer.head_dim), dtype)
+        slots = memory.flatten(0, 1)
+        return cls(memory, slots[:, 0], slots[:, 1])
+
+    def write(self, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        self.keys.index_copy_(0, slots, k.to(self.keys.dtype))
+        self.values.index_copy_(0, slots, v.to(self.values.dtype))
+
+
+@dataclass
+class DecodeGroup:
+    """Rows of one token each with similar contexts. rows: their numbers, or a slice when they are neighbours."""
+
+    rows: torch.Tensor | slice
+    table: torch.Tensor   # [rows * pages], flat page numbers
+    hidden: torch.Tensor  # [rows, 1, 1, pages * page_size] bool: not to be seen
+    masks: dict[torch.dtype, torch.Tensor] = field(default_factory=dict)
+    buffer: torch.Tensor | None = None
+
+    def gather(self, cache: LayerCache) -> torch.Tensor:
+        """K and V of the group, [rows, context, 2, kv_heads, head_dim]; the memory is reused by the next layer."""
+        if self.buffer is None or self.buffer.shape[1:] != cache.pages.shape[1:]:
+            self.buffer = torch.empty((len(self.table), *cache.pages.shape[1:]), dtype=cache.pages.dtype)
+        torch.index_select(cache.pages, 0, self.table, out=self.buffer)
+        return self.buffer.view(len(self.hidden), -1, *cache.pages.shape[2:])
+
+
+@dataclass
+class PrefillRow:
+    """One row of several tokens. tokens: where its queries are. kv: its slots from `base` on, or a slice of pages."""
+
+    tokens: slice
+    pages: torch.Tensor | slice
+    context: int
+    hidden: torch.Tensor | None  # [queries, context] bool; None = plainly causal
+    masks: dict[torch.dtype, torch.Tensor] = field(default_factory=dict)
+
+
+class AttentionPlan:
+    """Everything about a step's attention that all layers share: where to write, what each token may see."""
+
+    def __init__(self, batch: Batch, page_size: int) -> None:
+        self.batch, self.page_size = batch, page_size
+        self.slots = torch.from_numpy(batch.slots.astype(np.int64))
+        self.counts = np.diff(batch.starts)
+        several = np.flatnonzero(self.counts != 1)
+        self.decodes = int(several[0]) if len(several) else len(self.counts)
+        self.tokens = int(batch.starts[-1])
+        self.windows: dict[int | None, tuple[list[DecodeGroup], list[PrefillRow]]] = {}
+
+    def attend(self, q: torch.Tensor, cache: LayerCache, spec: AttentionSpec) -> torch.Tensor:
+        """q [T, heads, d] -> [T, heads, d]; zeros for padding tokens."""
+        if spec.window not in self.windows:
+            self.windows[spec.window] = list(self._decode_groups(spec.window)), list(self._prefill_rows(spec.window))
+        groups, rows = self.windows[spec.window]
+        if len(groups) == 1 and not rows and self.tokens == len(q):
+            return self._decode(q, cache, spec, groups[0])
+        out = torch.zeros_like(q)
+        for group in groups:
+            out[group.rows] = self._decode(q[group.rows], cache, spec, group)
+        for row in rows:
+            out[row.tokens] = self._prefill(q[row.tokens], cache, spec, row)
+        return out
+
+    def _decode(self, q: torch.Tensor, cache: LayerCache, spec: AttentionSpec, group: DecodeGroup) -> torch.Tensor:
+        kv = group.gather(cache).to(q.dtype).permute(2, 0, 3, 1, 4)  # [2, rows, kv_heads, context, d]
+        folded = q.view(len(q), kv.shape[2], -1, q.shape[2])
+        return attend(folded, kv[0], kv[1], spec, group).reshape(q.shape)
+
+    def _prefill(self, q: torch.Tensor, cache: LayerCache, spec: AttentionSpec, row: PrefillRow) -> torch.Tensor:
+        kv = cache.pages[row.pages].flatten(0, 1)[:row.context].to(q.dtype).permute(1, 2, 0, 3)
+        kv_heads = kv.shape[1]
+        folded = q.view(len(q), kv_heads, -1, q.shape[2]).permute(2, 1, 0, 3)  # [sharers, kv_heads, queries, d]
+        k, v = kv[:, None].expand(2, len(folded), *kv.shape[1:])
+        return attend(folded, k, v, spec, row).permute(2, 1, 0, 3).reshape(q.shape)
+
+    def _decode_groups(self, window: int | None) -> Iterator[DecodeGroup]:
+        """Groups in order of length, each at most `GROUP_WASTE` times as long as its shortest row."""
+        lengths = self.batch.lengths[:self.decodes].astype(np.int64)
+        first = np.zeros_like(lengths) if window is None else np.maximum(0, lengths - window) // self.page_size
+        need = -(-lengths // self.page_size) - first
+        order = np.argsort(need, kind="stable")
+        start = 0
+        while start < len(order):
+            shortest = need[order[start]]
+            stop = int(np.searchsorted(need[order], max(shortest * GROUP_WASTE, shortest + 2), "right"))
+            rows = np.sort(order[start:stop])
+            yield self._group(rows, first[rows], need[rows], window)
+            start = stop
+
+    def _group(self, rows: np.ndarray, first: np.ndarray, need: np.ndarray, window: int | None) -> DecodeGroup:
+        width = int(need.max())
+        # Shorter rows repeat their own last page: page 0 holds anything, and hidden values must still be finite.
+        columns = first[:, None] + np.minimum(np.arange(width), need[:, None] - 1)
+        table = np.take_along_axis(self.batch.pages[rows], columns, 1)
+        at = first[:, None] * self.page_size + np.arange(width * self.page_size)
+        lengths = self.batch.lengths[rows, None]
+        hidden = at >= lengths
+        if window is not None:
+            hidden |= at < lengths - window
+        together = len(rows) == rows[-1] - rows[0] + 1
+        return DecodeGroup(slice(int(rows[0]), int(rows[-1]) + 1) if together else torch.from_numpy(rows),
+                           torch.from_numpy(table.astype(np.int64).reshape(-1)),
+                           torch.from_numpy(hidden)[:, None, None])
+
+    def _prefill_rows(self, window: int | None) -> Iterator[PrefillRow]:
+        for row in np.flatnonzero(self.counts[self.decodes:]) + self.decodes:
+            queries, length = int(self.counts[row]), int(self.batch.lengths[row])
+            start = int(self.batch.starts[row])
+            oldest = 0 if window is None else max(0, length - queries + 1 - window)
+            first = oldest // self.page_size
+            base = first * self.page_size
+            pages = self.batch.pages[row, first:-(-length // self.page_size)].astype(np.int64)
+            hidden = None
+            if queries < length or oldest or (window is not None and window < length):
+                keys = torch.arange(base, length)
+                at = torch.arange(length - queries, length)[:, None]
+                hidden = keys > at
+                if window is not None:
+                    hidden |= keys <= at - window
+            follow = bool((np.diff(pages) == 1).all())
+            yield PrefillRow(slice(start, start + queries),
+                             slice(int(pages[0]), int(pages[-1]) + 1) if follow else torch.from_numpy(pages),
+                             length - base, hidden)
+
+
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec,
+           seen: DecodeGroup | PrefillRow) -> torch.Tensor:
+    """q [batch, kv_heads, queries, d], k and v [batch, kv_heads, context, d] -> as q; hidden keys as `seen` says."""
+    if spec.softcap is not None:
+        return capped(q, k, v, spec, seen.hidden)
+    if seen.hidden is None:
+        return _flash(q, k, v, 0.0, True, scale=spec.scale)[0]
+    mask = seen.masks.get(q.dtype)
+    if mask is None:
+        mask = torch.zeros(seen.hidden.shape, dtype=q.dtype).masked_fill_(seen.hidden, -torch.inf)
+        seen.masks[q.dtype] = mask
+    return _flash(q, k, v, 0.0, False, attn_mask=mask, scale=spec.scale)[0]
+
+
+def capped(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec,
+           hidden: torch.Tensor | None) -> torch.Tensor:
+    """Attention whose scores pass softcap * tanh(score / softcap); a bounded number of queries at a time."""
+    if hidden is None:
+        hidden = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).triu_(1)
+    k, v = k.float().transpose(-1, -2), v.float()
+    parts = []
+    for start in range(0, q.shape[2], QUERIES):
+        some = slice(start, start + QUERIES)
+        scores = (q[:, :, some].float() * spec.scale) @ k
+        scores = scores.div_(spec.softcap).tanh_().mul_(spec.softcap)
+        scores.masked_fill_(hidden if hidden.shape[-2] == 1 else hidden[some], -torch.inf)
+        parts.append(scores.softmax(-1) @ v)
+    return torch.cat(parts, 2).to(q.dtype)

@@ -1,0 +1,105 @@
+"""The mathematics of the models, in torch. What every layer needs alike is computed once per step, here."""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ...core.platform import AttentionSpec, Batch, MoESpec, RopeSpec, StateSpec, StepResult
+from .attention import AttentionPlan, LayerCache
+from .moe import act_mul, moe
+from .quant import Dense, Experts, Int4Groups, Table, Vector
+from .sampling import sample
+
+
+@dataclass(frozen=True)
+class State:
+    """K and V of every layer, and the last sampled token of each sequence slot. Changed in place, by the worker."""
+
+    spec: StateSpec
+    layers: tuple[LayerCache, ...]
+    last: torch.Tensor
+
+    def copy_pages(self, src: Sequence[int], dst: Sequence[int]) -> None:
+        for cache in self.layers:
+            cache.pages[list(dst)] = cache.pages[list(src)]
+
+    def export_pages(self, pages: Sequence[int]) -> bytes:
+        return b"".join(cache.pages[list(pages)].view(torch.uint8).numpy().tobytes() for cache in self.layers)
+
+    def import_pages(self, pages: Sequence[int], data: bytes) -> None:
+        flat = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        start = 0
+        for cache in self.layers:
+            size = len(pages) * cache.pages[0].nbytes
+            part = flat[start:start + size].view(cache.pages.dtype)
+            cache.pages[list(pages)] = part.view(len(pages), *cache.pages.shape[1:])
+            start += size
+
+
+class Ops:
+    """One step's view of the state and the batch. `batch` has torch tensors where a forward indexes with them."""
+
+    def __init__(self, state: State, batch: Batch) -> None:
+        self.state = state
+        self.plan = AttentionPlan(batch, state.spec.page_size)
+        self.positions = torch.from_numpy(batch.positions)
+        self.turns: dict[RopeSpec, tuple[torch.Tensor, torch.Tensor]] = {}
+        tokens = torch.from_numpy(batch.tokens)
+        if (batch.tokens < 0).any():
+            last = state.last[torch.from_numpy(batch.seqs[batch.rows])]
+            tokens = torch.where(tokens < 0, last, tokens)
+        self.host = batch
+        self.batch = batch._replace(tokens=tokens, logit_rows=torch.from_numpy(batch.logit_rows))
+
+    def embed(self, ids: torch.Tensor, weight: Table) -> torch.Tensor:
+        return weight.rows(ids)
+
+    def linear(self, x: torch.Tensor, weight: Dense | Int4Groups, bias: Vector | None = None) -> torch.Tensor:
+        return weight.product(x, None if bias is None else bias.cast)
+
+    def rms_norm(self, x: torch.Tensor, weight: Vector, eps: float) -> torch.Tensor:
+        wide = x.float()
+        scale = torch.rsqrt_(wide.square().mean(-1, keepdim=True).add_(eps))
+        return (wide * scale).mul_(weight.values).to(x.dtype)
+
+    def rope(self, x: torch.Tensor, spec: RopeSpec) -> torch.Tensor:
+        cos, sin = self.turns.get(spec) or self._turn(spec)
+        return (x * cos).addcmul_(x.roll(x.shape[-1] // 2, -1), sin).to(x.dtype)
+
+    def attention(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int,
+                  spec: AttentionSpec) -> torch.Tensor:
+        cache = self.state.layers[layer]
+        cache.write(self.plan.slots, k, v)
+        return self.plan.attend(q, cache, spec)
+
+    def act_mul(self, gate: torch.Tensor, up: torch.Tensor, kind: str) -> torch.Tensor:
+        return act_mul(gate, up, kind)
+
+    def moe(self, x: torch.Tensor, router_logits: torch.Tensor, w13: Experts, w2: Experts,
+            spec: MoESpec) -> torch.Tensor:
+        return moe(x, router_logits, w13, w2, spec)
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def sample(self, logits: torch.Tensor, softcap: float | None = None) -> StepResult:
+        if softcap is not None:
+            logits = logits.float().div_(softcap).tanh_().mul_(softcap)
+        host = self.host
+        inputs = self.batch.tokens[self.batch.logit_rows].numpy()
+        result = sample(logits, host.targets, host.sampling, inputs)
+        sampled = host.targets == -1
+        slots = host.seqs[host.rows[host.logit_rows[sampled]]]
+        self.state.last[torch.from_numpy(slots)] = torch.from_numpy(result.tokens[sampled].astype(np.int64))
+        return result
+
+    def _turn(self, spec: RopeSpec) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosine and signed sine [T, 1, head_dim] of this step's positions: y = x * cos + roll(x, half) * sin."""
+        frequencies = torch.tensor(spec.inv_freq, dtype=torch.float64)
+        angles = self.positions.double()[:, None, None] * frequencies
+        cos, sin = ((spec.scale * part).float() for part in (angles.cos(), angles.sin()))
+        self.turns[spec] = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+        return self.turns[spec]

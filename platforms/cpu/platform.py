@@ -1,0 +1,186 @@
+"""The torch platform of host processors: eager, bf16 and f32. Readable first, and the model of later torch platforms.
+
+A step runs on the platform's one worker thread, so `Step` returns at once and steps keep their order; the matrix
+products inside use `threads` OpenMP threads.
+"""
+from __future__ import annotations
+
+import platform as machine
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from ...core.platform import (
+    FEATURES,
+    INTERFACE_VERSION,
+    Batch,
+    Bucket,
+    Manifest,
+    RawTensor,
+    StateSpec,
+    Unavailable,
+    Unsupported,
+    WeightSpec,
+)
+from ..expand import CODECS
+
+try:
+    import torch
+except ImportError as error:
+    raise Unavailable(f"torch cannot be imported ({error}): pip install 'isthmus[cpu]'") from error
+
+from .attention import LayerCache
+from .graph import EagerStep
+from .moe import ACTIVATIONS
+from .ops import Ops, State
+from .quant import DTYPES, KEPT, Leaf, load_weight, reason_to_expand
+
+OPS = ("embed", "linear", "rms_norm", "rope", "attention", "act_mul", "moe", "all_reduce", "sample")
+
+
+class Platform:
+    """One rank, in this process. Options: `threads`, by default one for each physical core that the process may use."""
+
+    interface_version = INTERFACE_VERSION
+
+    def __init__(self, options: Mapping[str, str]) -> None:
+        self.options = dict(options)
+        self._worker: ThreadPoolExecutor | None = None
+
+    def probe(self, rank: int = 0, world: int = 1) -> Manifest:
+        if world != 1:
+            raise Unavailable(f"--platform=cpu runs in a single process for now; {world} ranks were asked for")
+        threads = self._threads()
+        torch.set_num_threads(threads)
+        self._worker = ThreadPoolExecutor(1, "cpu-step", torch.set_num_threads, (threads,))
+        total, free = self.memory()
+        capability = torch.backends.cpu.get_cpu_capability()
+        dtypes = ("bf16", "f32") if native_bf16() else ("f32", "bf16")
+        return Manifest(
+            name="cpu", device=f"{processor_name()}, {threads} threads", interface=INTERFACE_VERSION,
+            compute_dtypes=dtypes, kv_dtypes=dtypes, formats=KEPT, page_sizes=(16, 1, 4, 8, 32, 64, 128),
+            buckets=None, memory_total=total, memory_free=free, features=frozenset(FEATURES), determinism="T2", rank=10,
+            details={"torch": torch.__version__, "capability": capability, "threads": str(threads),
+                     "matrix units": "AMX" if has_amx() else "none"})
+
+    def supports(self, op: str, **case: Any) -> str | None:
+        if op not in OPS and op not in FEATURES:
+            return f"{op!r} is no op or feature of interface version {INTERFACE_VERSION}"
+        dtype = case.get("dtype", "f32")
+        if dtype not in DTYPES:
+            return f"dtype {dtype}: the cpu platform computes in {' or '.join(DTYPES)}"
+        if case.get("kind", "silu") not in ACTIVATIONS:
+            return f"activation {case['kind']!r}; there are: {', '.join(ACTIVATIONS)}"
+        name = case.get("format", "f32")
+        if name not in CODECS:
+            return f"format {name}: known are {', '.join(CODECS)}"
+        return reason_to_expand(name, dtype) if op == "linear" and name in KEPT else None
+
+    def load(self, raws: Sequence[RawTensor], spec: WeightSpec, dtype: str) -> Leaf:
+        with torch.inference_mode():
+            return load_weight(raws, spec, dtype)
+
+    def describe(self, weight: Leaf) -> str:
+        return str(weight)
+
+    def alloc(self, spec: StateSpec, pages: int) -> State:
+        if spec.dtype not in DTYPES:
+            raise Unsupported(f"K and V in {spec.dtype!r}: the cpu platform keeps {' or '.join(DTYPES)}")
+        with torch.inference_mode():
+            caches = tuple(LayerCache.allocate(pages, spec.page_size, layer, DTYPES[spec.dtype])
+                           for layer in spec.layers)
+            return State(spec, caches, torch.zeros(spec.seqs, dtype=torch.int64))
+
+    def compile(self, forward: Callable[[Ops, Any, Batch], Any], weights: Any, bucket: Bucket | None) -> EagerStep:
+        return EagerStep(forward, weights, self._ready())
+
+    def copy_pages(self, state: State, src: Sequence[int], dst: Sequence[int]) -> State:
+        self._in_order(state.copy_pages, src, dst)
+        return state
+
+    def export_pages(self, state: State, pages: Sequence[int]) -> bytes:
+        """K and V of these pages, layer after layer, each as [pages, page_size, 2, kv_heads, head_dim]."""
+        return self._in_order(state.export_pages, pages)
+
+    def import_pages(self, state: State, pages: Sequence[int], data: bytes) -> State:
+        """Fill `pages` with what `export_pages` gave for as many. Raises `ValueError` for another number of bytes."""
+        expected = len(pages) * state.spec.page_bytes()
+        if len(data) != expected:
+            raise ValueError(f"{len(pages)} pages take {expected} bytes, not {len(data)}")
+        self._in_order(state.import_pages, pages, data)
+        return state
+
+    def memory(self) -> tuple[int, int]:
+        """Bytes that this process may use: total, and free without swapping; a control group's limit counts."""
+        now = psutil.virtual_memory()
+        limit, used = (cgroup_bytes(name) for name in ("memory.max", "memory.current"))
+        if limit is None or used is None or limit >= now.total:
+            return now.total, now.available
+        return limit, min(now.available, max(0, limit - used))
+
+    def close(self) -> None:
+        """Wait for the running step; later ones are refused."""
+        if self._worker is not None:
+            self._worker.shutdown(wait=True, cancel_futures=True)
+
+    def _ready(self) -> ThreadPoolExecutor:
+        if self._worker is None:
+            raise Unavailable("the cpu platform was not probed yet: call probe() first")
+        return self._worker
+
+    def _in_order(self, work: Callable[..., Any], *args: Any) -> Any:
+        """Run after the steps that were launched before, and wait."""
+        return self._ready().submit(torch.inference_mode()(work), *args).result()
+
+    def _threads(self) -> int:
+        unknown = self.options.keys() - {"threads"}
+        if unknown:
+            raise Unavailable(f"the cpu platform has no option {', '.join(sorted(unknown))}; it has: threads")
+        asked = self.options.get("threads")
+        if asked is None:
+            return physical_cores()
+        if not asked.isdecimal() or not 1 <= int(asked) <= 1024:
+            raise Unavailable(f"threads={asked!r}: a number from 1 to 1024 is needed")
+        return int(asked)
+
+
+def physical_cores() -> int:
+    """Physical cores that this process may run on."""
+    process = psutil.Process()
+    if not hasattr(process, "cpu_affinity"):
+        return psutil.cpu_count(logical=False) or 1
+    cpus = process.cpu_affinity()
+    siblings = {_text(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") or str(cpu) for cpu in cpus}
+    return len(siblings)
+
+
+def processor_name() -> str:
+    for line in (_text("/proc/cpuinfo") or "").splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return machine.processor() or machine.machine()
+
+
+def cgroup_bytes(name: str) -> int | None:
+    """A figure of this process's own control group (version 2); None where there is none or no limit."""
+    text = _text(f"/sys/fs/cgroup/{name}")
+    return int(text) if text is not None and text.isdecimal() else None
+
+
+def has_amx() -> bool:
+    return bool(torch.cpu._is_amx_tile_supported())
+
+
+def native_bf16() -> bool:
+    """Whether the processor multiplies bf16 itself."""
+    return has_amx() or bool(torch.cpu._is_avx512_bf16_supported())
+
+
+def _text(path: str) -> str | None:
+    try:
+        return Path(path).read_text("utf-8").strip()
+    except OSError:
+        return None

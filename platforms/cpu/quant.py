@@ -1,0 +1,149 @@
+"""Weights: vectors, dense matrices, and matrices that keep the checkpoint's codes in groups of 32."""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ...core.platform import RawTensor, Unsupported, WeightSpec
+from ..expand import CODECS, affine, expand
+
+DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
+GROUP = 32
+# Format -> 4-bit digits of a code. Two digits are two columns of the same kernel: code = 16 * high + low.
+DIGITS = {"q4_0": 1, "q4_1": 1, "q8_0": 2}
+KEPT = tuple(DIGITS)
+
+_reorder = torch.ops.mkldnn._reorder_linear_weight
+_dense_product = torch.ops.mkldnn._linear_pointwise.default
+_pack_int4 = torch.ops.aten._convert_weight_to_int4pack_for_cpu.default
+_int4_product = torch.ops.aten._weight_int4pack_mm_for_cpu.default
+
+
+@dataclass(frozen=True)
+class Vector:
+    """A norm's or bias's values in float32, and in the compute dtype."""
+
+    values: torch.Tensor
+    cast: torch.Tensor
+
+    def __str__(self) -> str:
+        return "float32"
+
+
+class Dense:
+    """[out, in] values. Products use oneDNN's own blocked order, which reads memory twice as fast as rows."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self.dtype = values.dtype
+        self.packed = _reorder(values, 32)
+
+    def product(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """[T, in] -> [T, out]."""
+        return _dense_product(x, self.packed, bias, "none", [], "")
+
+    def __str__(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+
+class Table(Dense):
+    """[vocabulary, in] values for look-up, and in blocked order for the logits once a tied head asks for them."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self.dtype, self.values = values.dtype, values
+        self.packed = None
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """[n] row numbers -> [n, in]."""
+        return self.values[ids]
+
+    def product(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if self.packed is None:
+            self.packed = _reorder(self.values, 32)
+        return super().product(x, bias)
+
+
+class Int4Groups:
+    """w = scale * code + minimum with 4-bit digits of codes in torch's int4 layout, one scale and zero per group of 32.
+
+    torch computes scale * (digit - 8) + zero with scale and zero in bf16 and sums in float32.
+    """
+
+    def __init__(self, codes: np.ndarray, scale: np.ndarray, minimum: np.ndarray, digits: int) -> None:
+        self.digits = digits
+        if digits == 1:
+            columns = [(codes, scale, minimum + 8 * scale)]
+        else:
+            columns = [((codes >> 4) + 8, 16 * scale, minimum), (codes & 15, scale, 8 * scale)]
+        stacked, scales, zeros = (torch.from_numpy(np.concatenate(part, 1)) for part in zip(*columns, strict=True))
+        self.packed = _pack_int4(stacked.to(torch.int32), 1)
+        self.scales = torch.stack([scales.T, zeros.T], -1).to(torch.bfloat16).contiguous()
+
+    def product(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """[T, in] -> [T, out]."""
+        x = x.contiguous() if self.digits == 1 else torch.cat((x, x), 1)
+        out = _int4_product(x, self.packed, GROUP, self.scales)
+        return out if bias is None else out + bias
+
+    def __str__(self) -> str:
+        return f"int{4 * self.digits} groups of {GROUP} (torch int4pack{', two digits' if self.digits == 2 else ''})"
+
+
+@dataclass(frozen=True)
+class Experts:
+    """One matrix for each expert."""
+
+    parts: tuple[Dense | Int4Groups, ...]
+
+    def __str__(self) -> str:
+        return f"{len(self.parts)} experts, {self.parts[0]}"
+
+
+Leaf = Vector | Dense | Int4Groups | Experts
+
+
+def reason_to_expand(name: str, dtype: str) -> str | None:
+    """Why a format of `KEPT` is expanded in this compute dtype; None = it is kept."""
+    if dtype == "bf16":
+        return None
+    return "torch's int4 kernel is scalar in float32, six times slower than expanded weights"
+
+
+def load_weight(raws: Sequence[RawTensor], spec: WeightSpec, dtype: str) -> Leaf:
+    """The leaf of one weight, its parts stacked along the output axis. Copies: the bytes may go away afterwards."""
+    if dtype not in DTYPES:
+        raise Unsupported(f"compute dtype {dtype!r}: the cpu platform computes in {' or '.join(DTYPES)}")
+    unknown = sorted({raw.dtype for raw in raws} - CODECS.keys())
+    if unknown:
+        raise Unsupported(f"{spec.names[0]}: format {', '.join(unknown)} is unknown; known: {', '.join(CODECS)}")
+    if spec.role in ("norm", "bias"):
+        values = torch.from_numpy(np.concatenate([expand(raw) for raw in raws]))
+        return Vector(values, values.to(DTYPES[dtype]))
+    if spec.role == "embed":
+        return Table(_stacked(raws, dtype))
+    if spec.role == "experts":
+        return Experts(tuple(_matrix([_expert(raw, number) for raw in raws], dtype)
+                             for number in range(raws[0].shape[0])))
+    return _matrix(raws, dtype)
+
+
+def _matrix(raws: Sequence[RawTensor], dtype: str) -> Dense | Int4Groups:
+    """Kept when all parts have as many digits, so that one kernel call serves them; otherwise all are expanded."""
+    digits = {0 if reason_to_expand(raw.dtype, dtype) else DIGITS.get(raw.dtype, 0) for raw in raws}
+    outputs = sum(raw.shape[0] for raw in raws)
+    if len(digits) == 1 and 0 not in digits and outputs % 16 == 0:
+        return Int4Groups(*(np.concatenate(part) for part in zip(*map(affine, raws), strict=True)), digits.pop())
+    return Dense(_stacked(raws, dtype))
+
+
+def _stacked(raws: Sequence[RawTensor], dtype: str) -> torch.Tensor:
+    parts = [torch.from_numpy(expand(raw)).to(DTYPES[dtype]) for raw in raws]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _expert(raw: RawTensor, number: int) -> RawTensor:
+    """One expert's [out, in] of an [experts, out, in] tensor."""
+    data = np.frombuffer(raw.data, np.uint8).reshape(raw.shape[0], -1)
+    return RawTensor(raw.dtype, raw.shape[1:], data[number])
