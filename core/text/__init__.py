@@ -1,0 +1,7 @@
+"""Text to token ids and back: tokenizer, incremental detokenizer, stop strings, chat templates."""
+from .detokenizer import Detokenizer, Utf8Stream
+from .stop import StopFilter
+from .template import ChatTemplate
+from .tokenizer import Tokenizer, load_tokenizer
+
+__all__ = ["ChatTemplate", "Detokenizer", "StopFilter", "Tokenizer", "Utf8Stream", "load_tokenizer"]

@@ -1,0 +1,104 @@
+"""What the handed library cases call (`../shared/cases/ADAPTER.md`): thin wrappers over the engine's own components.
+
+A function that is missing here makes its case skip: merge_states (no split-KV yet), make_allocator (pages have one owner
+here, not a count; tests/test_pool.py), page_keys (images), parse_tools and stream_tools (issue 6).
+"""
+from __future__ import annotations
+
+import numpy as np
+from isthmus.core.cache.radix import RadixTree
+from isthmus.core.errors import RequestError as ClientError
+from isthmus.core.messages import pack_ids
+from isthmus.core.models.rope import rope_inv_freq
+from isthmus.core.platform import AttentionSpec, Penalties
+from isthmus.core.scheduler.request import History
+from isthmus.core.text import ChatTemplate, StopFilter, Tokenizer, Utf8Stream
+from isthmus.core.text import load_tokenizer as _load_tokenizer
+from isthmus.core.weights import open_checkpoint
+from isthmus.core.weights.gguf import read_gguf
+from isthmus.core.weights.safetensors import read_safetensors_header
+from isthmus.platforms.reference import sampling
+from isthmus.platforms.reference.attention import attend
+
+__all__ = ["ClientError", "read_gguf", "read_safetensors_header", "rope_inv_freq"]
+
+
+def detok_stream(pieces: list[bytes]) -> list[str]:
+    stream = Utf8Stream()
+    return [stream.push(piece) for piece in pieces] + [stream.flush()]
+
+
+def stop_stream(pieces: list[str], stops: list[str], include: bool = False) -> tuple[list[str], str | None]:
+    stop, out = StopFilter(stops, include), []
+    for piece in pieces:
+        text, matched = stop.push(piece)
+        out.append(text)
+        if matched is not None:
+            return out, matched
+    return [*out, stop.flush()], None
+
+
+def render_chat(template, messages, tools=None, add_generation_prompt=True, continue_final_message=False, bos_token="",
+                eos_token="", **kwargs) -> str:
+    chat = ChatTemplate(template, None, {"bos_token": bos_token, "eos_token": eos_token})
+    return chat.render(messages, tools, add_generation_prompt, continue_final_message, **kwargs)
+
+
+def load_vocab(path) -> Tokenizer:
+    return _load_tokenizer(open_checkpoint(path))
+
+
+def encode_chat(vocab_path, template, messages, bos_token, eos_token) -> list[int]:
+    chat = ChatTemplate(template, load_vocab(vocab_path), {"bos_token": bos_token, "eos_token": eos_token})
+    return [int(id) for id in chat.encode(messages)]
+
+
+def window_mask(n: int, window: int) -> np.ndarray:
+    """Read off the reference's attention: with V the identity, a row of the output is its softmax weights."""
+    heads = np.zeros((n, 1, 1))
+    weights = attend(heads, heads, np.eye(n)[:, None, :], np.arange(n), AttentionSpec(1.0, window))
+    return weights[:, 0, :] > 0
+
+
+def apply_penalties(logits, prompts, outputs, repetition, presence, frequency) -> np.ndarray:
+    histories = [History(np.asarray(prompt, np.int32)) for prompt in prompts]
+    for history, output in zip(histories, outputs, strict=True):
+        for token in output:
+            history.add(token)
+    rows = np.concatenate([np.full(h.size, i, np.int32) for i, h in enumerate(histories)])
+    penalties = Penalties(rows, np.concatenate([h.ids for h in histories]), np.concatenate([h.counts for h in histories]),
+                          np.zeros(len(logits), np.int32), np.asarray(repetition, np.float32),
+                          np.asarray(presence, np.float32), np.asarray(frequency, np.float32))
+    out = np.asarray(logits, np.float64).copy()
+    sampling.apply_penalties(out, penalties, np.zeros(len(out), np.int32))
+    return out
+
+
+class make_radix:  # noqa: N801 - the name that the cases call
+    """Slot indices in and out; the tree knows a page by its first slot."""
+
+    def __init__(self, page_size: int):
+        self.size, self.tree = page_size, RadixTree(page_size)
+
+    def _slots(self, pages: np.ndarray) -> list[int]:
+        return (pages[:, None] + np.arange(self.size)).ravel().tolist()
+
+    def match(self, key, extra=None):
+        _, node = self.tree.match(pack_ids(key), (extra or "").encode())
+        return self._slots(self.tree.path(node)), node
+
+    def insert(self, key, indices, extra=None) -> int:
+        pages = np.asarray(indices[::self.size], np.int32)
+        return self.tree.insert(pack_ids(key), pages, (extra or "").encode())[0] * self.size
+
+    def lock(self, node) -> None:
+        self.tree.lock(node)
+
+    def unlock(self, node) -> None:
+        self.tree.unlock(node)
+
+    def evict(self, count: int) -> list[int]:
+        return self._slots(self.tree.evict(-(-count // self.size)))
+
+    def sizes(self) -> tuple[int, int]:
+        return self.tree.evictable * self.size, self.tree.protected * self.size
