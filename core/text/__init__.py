@@ -1,4 +1,4 @@
-"""Text to token ids and back: tokenizer, incremental detokenizer, stop strings, chat templates."""
+"""Text in and out: tokenizers, incremental detokenizing, stop strings, chat templates."""
 from .detokenizer import Detokenizer, Utf8Stream
 from .stop import StopFilter
 from .template import ChatTemplate

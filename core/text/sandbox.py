@@ -33,6 +33,7 @@ from jinja2.utils import Namespace
 
 MAX_VALUE = 1 << 23     # characters and elements in one value; a million tokens have about half as many characters
 MAX_TOTAL = 1 << 28     # the same over one render
+MAX_ITEMS = 1 << 18     # elements in one list
 MAX_BITS = 1 << 12      # in an integer
 MAX_INDENT = 64         # spaces per level of JSON
 
@@ -80,6 +81,8 @@ class Budget:
         while pending:
             parent = pending[-1]
             members = _members(parent)
+            if len(members) > MAX_ITEMS:
+                raise LimitError(f"it makes a list of more than {MAX_ITEMS} elements")
             missing = [m for m in members if id(m) not in self._weights and _members(m)]
             if missing:
                 self.pay(len(missing))
