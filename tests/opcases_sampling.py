@@ -103,8 +103,8 @@ def sampled(ops: Any, w: Any, batch: Batch, softcap: float | None = None) -> Any
 
 
 def build(rng: np.random.Generator, dtype: str, sampling: Sampling, targets: list[int], softcap: float | None,
-          levels: int | None) -> Run:
-    """One launch; `levels`: logits are one of so many integers, so that ties abound."""
+          levels: int | None, shift: float) -> Run:
+    """One launch; `levels`: logits are one of so many integers, so that ties abound. `shift` is added to all."""
     count = len(targets)
     logits = np.zeros((count, VOCAB))
     tokens = []
@@ -114,6 +114,7 @@ def build(rng: np.random.Generator, dtype: str, sampling: Sampling, targets: lis
         token = None
         while token is None:
             logits[row] = rng.integers(0, levels, VOCAB) if levels else normal(rng, (VOCAB,), dtype, 2.0)
+            logits[row] = rounded(logits[row] + shift, dtype)
             capped = softcap * np.tanh(logits[row] / softcap) if softcap else logits[row]
             if sampling.uniform is not None:
                 sampling.uniform[row] = rng.random(dtype=np.float32)
@@ -126,10 +127,12 @@ def build(rng: np.random.Generator, dtype: str, sampling: Sampling, targets: lis
 
 
 def case(name: str, dtype: str, sampling: Sampling, rows: int = 8, targets: list[int] | None = None,
-         softcap: float | None = None, levels: int | None = None, features: tuple[str, ...] = ()) -> OpCase:
+         softcap: float | None = None, levels: int | None = None, shift: float = 0.0,
+         features: tuple[str, ...] = ()) -> OpCase:
+    rows = rows if sampling.temperature is None else len(sampling.temperature)
     targets = targets or [-1] * rows
     return OpCase(f"sample[{name},{dtype}]", "sample", dtype, features=features, build=lambda: build(
-        np.random.default_rng(sum(map(ord, name))), dtype, sampling, targets, softcap, levels))
+        np.random.default_rng(sum(map(ord, name))), dtype, sampling, targets, softcap, levels, shift))
 
 
 def floats(*values: float) -> np.ndarray:
@@ -164,25 +167,33 @@ def some_bias() -> Bias:
     return Bias(ints(*rows), ints(*ids), floats(*values))
 
 
+def times(count: int, sampling: Sampling) -> Sampling:
+    """Each row's parameters `count` times, for more draws."""
+    return Sampling(*(None if values is None else np.tile(values, count) for values in sampling))
+
+
 WARM = floats(0, 0.2, 0.7, 1, 1, 1.5, 2, 1e-6)
 
 
 def parameter_cases(dtype: str) -> Iterator[OpCase]:
     yield case("greedy", dtype, Sampling())
     yield case("greedy,ties", dtype, Sampling(), levels=3)
-    yield case("temperature", dtype, Sampling(WARM))
-    yield case("temperature,ties", dtype, Sampling(WARM), levels=3)
-    yield case("top_k", dtype, Sampling(WARM, top_k=ints(3, 0, 1, 2, 5, 7, 40, VOCAB)))
-    yield case("top_k,ties", dtype, Sampling(floats(*[1] * 8), top_k=ints(3, 0, 1, 2, 5, 7, 40, VOCAB)), levels=4)
-    yield case("top_p", dtype, Sampling(WARM, top_p=floats(0.5, 0.9, 0.9, 0.5, 1e-6, 0.95, 0.3, 1)))
-    yield case("top_p,ties", dtype, Sampling(floats(*[1] * 8), top_p=floats(0.5, 0.9, 0.8, 0.1, 1e-6, 0.95, 0.3, 1)),
-               levels=2)
-    yield case("min_p", dtype, Sampling(WARM, min_p=floats(0.1, 0.05, 0, 0.5, 1, 0.2, 0.9, 0.1)))
+    yield case("temperature", dtype, times(3, Sampling(WARM)))
+    yield case("temperature,ties", dtype, times(3, Sampling(WARM)), levels=3)
+    best = ints(3, 0, 1, 2, 5, 7, 40, VOCAB)
+    yield case("top_k", dtype, times(3, Sampling(WARM, top_k=best)))
+    yield case("top_k,ties", dtype, times(3, Sampling(floats(*[1] * 8), top_k=best)), levels=4)
+    yield case("top_p", dtype, times(3, Sampling(WARM, top_p=floats(0.5, 0.9, 0.9, 0.5, 1e-6, 0.95, 0.3, 1))))
+    hot = Sampling(floats(*[1] * 8), top_p=floats(0.5, 0.9, 0.8, 0.1, 1e-6, 0.95, 0.3, 1))
+    yield case("top_p,ties", dtype, times(3, hot), levels=2)
+    yield case("min_p", dtype, times(3, Sampling(WARM, min_p=floats(0.1, 0.05, 0, 0.5, 1, 0.2, 0.9, 0.1))))
     together = Sampling(WARM, top_k=ints(0, 5, 20, 0, 30, 10, 3, 2), top_p=floats(1, 0.9, 0.8, 0.7, 1, 0.5, 0.9, 0.2),
                         min_p=floats(0, 0.1, 0.02, 0.3, 0.2, 0, 0.5, 0))
-    yield case("top_k,top_p,min_p", dtype, together)
+    yield case("top_k,top_p,min_p", dtype, times(3, together))
     yield case("softcap", dtype, Sampling(WARM, top_logprobs=ints(0, 0)), softcap=3.0, features=("logprobs",))
     yield case("penalties", dtype, Sampling(penalties=some_penalties()), features=("penalties",))
+    yield case("penalties,negative_logits", dtype, Sampling(penalties=some_penalties()), shift=-9.0,
+               features=("penalties",))
     yield case("penalties,pending", dtype, Sampling(WARM, penalties=some_penalties((1, 0, 1, 1, 1, 1, 1, 1))),
                features=("penalties",))
     yield case("bias", dtype, Sampling(bias=some_bias()), features=("logit_bias",))
@@ -228,10 +239,13 @@ def chain_batch(rows: list[Row], lengths: dict[int, int], sampling: Sampling, pa
                  targets=ints(*(t for _, t in wanted), *[-2] * padding), sampling=sampling)
 
 
-def chain_run(dtype: str, batches: list[Batch]) -> Run:
-    """The logits of a token are its row of one table; each launch sees the tokens that the ones before it left."""
+def chain_run(dtype: str, batches: list[Batch], own: float | None = None) -> Run:
+    """The logits of a token are its row of one table (`own`: of the token itself); each launch sees the tokens that
+    the ones before it left."""
     rng = np.random.default_rng(11)
     logits = rounded(np.array([rng.permutation(VOCAB) / 16 - 2 for _ in range(VOCAB)]), dtype)
+    if own is not None:
+        np.fill_diagonal(logits, own)
     last: dict[int, int] = {}
     steps = []
     for batch in batches:
@@ -260,8 +274,9 @@ def kept_tokens() -> list[Batch]:
 
 
 def pending_tokens() -> list[Batch]:
-    """The token in the State counts as output where it is pending (rows 0 and 1); one row lists it already."""
-    first: list[Row] = [(seq, [seq], {0: -1}) for seq in (1, 2, 3)]
+    """Tokens that would repeat for ever, but for penalties: where the one in the State is pending (rows 0 and 1) it
+    counts as output, in row 1 of the second launch for the second time."""
+    first: list[Row] = [(seq, [seq + 1], {0: -1}) for seq in (1, 2, 3)]
     then: list[Row] = [(seq, [-1], {0: -1}) for seq in (1, 2, 3)]
     everything = ints(*range(VOCAB))
 
@@ -270,13 +285,13 @@ def pending_tokens() -> list[Batch]:
                          floats(1.5, 1.1, 1.2), floats(0.3, 0.2, 0.1), floats(strength, strength, strength))
     lengths: dict[int, int] = {}
     return [chain_batch(first, lengths, Sampling()),
-            chain_batch(then, lengths, Sampling(penalties=penalties(1, 2.0))),
+            chain_batch(then, lengths, Sampling(penalties=penalties(1, 0.7))),
             chain_batch(then, lengths, Sampling(penalties=penalties(2, 4.0)))]
 
 
 def state_cases(dtype: str) -> Iterator[OpCase]:
     yield OpCase(f"sample[state,{dtype}]", "sample", dtype, lambda: chain_run(dtype, kept_tokens()))
-    yield OpCase(f"sample[state,pending,{dtype}]", "sample", dtype, lambda: chain_run(dtype, pending_tokens()),
+    yield OpCase(f"sample[state,pending,{dtype}]", "sample", dtype, lambda: chain_run(dtype, pending_tokens(), own=4.0),
                  features=("penalties",))
 
 

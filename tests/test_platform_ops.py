@@ -7,19 +7,17 @@ from fnmatch import fnmatchcase
 from functools import cache
 from typing import Any
 
-import numpy as np
 import pytest
 from isthmus.core import discovery
-from isthmus.core.plan import Batch, StepResult
 from isthmus.core.platform import Manifest, Unavailable
 from isthmus.platforms.null.platform import check_batch
 
-from .opcases import DTYPES, OpCase, Run, dense_cases
+from .opcases import DTYPES, OpCase, dense_cases
 from .opcases_attention import attention_cases
+from .opcases_check import check_case
 from .opcases_sampling import sampling_cases
 
 ASKED = ("linear", "attention", "moe")  # ops that `Platform.supports` documents
-LOGPROB_ERROR = {"f64": 1e-5, "f32": 1e-4, "bf16": 1e-3}
 
 
 def all_cases() -> Iterator[OpCase]:
@@ -60,41 +58,6 @@ def unsupported(platform: Any, manifest: Manifest, case: OpCase) -> str | None:
     return platform.supports(case.op, **case.asks) if case.op in ASKED else None
 
 
-def execute(platform: Any, dtype: str, run: Run) -> list[StepResult | np.ndarray]:
-    """Launch every step, then collect: no step may need a look at the one before."""
-    weights = {name: platform.load(raws, spec, dtype) for name, (raws, spec) in run.weights.items()}
-    state = platform.alloc(run.state, run.pages)
-    launched = []
-    for step in run.steps:
-        if step.before is not None:
-            state = step.before(platform, state)
-        out, state = platform.compile(step.forward, weights, None)(state, step.batch)
-        launched.append(out)
-    return [out.collect() for out in launched]
-
-
-def check_values(got: Any, expected: np.ndarray, limit: float) -> None:
-    assert isinstance(got, np.ndarray) and got.dtype in (np.float32, np.float64), f"collected a {type(got)}"
-    assert got.shape == expected.shape
-    assert np.isfinite(got).all(), f"{(~np.isfinite(got)).sum()} of {got.size} values are not finite"
-    error = np.square(got - expected).sum() / np.square(expected).sum()
-    assert error <= limit, f"normalised mean squared error {error:.1e}, the limit is {limit:.0e}"
-
-
-def check_result(got: StepResult, expected: StepResult, batch: Batch, limit: float) -> None:
-    real = batch.targets != -2
-    np.testing.assert_array_equal(got.tokens[real], expected.tokens[real])
-    if expected.logprobs is None:
-        return
-    np.testing.assert_allclose(got.logprobs[real], expected.logprobs[real], rtol=0, atol=limit)
-    np.testing.assert_allclose(got.top_logprobs[real], expected.top_logprobs[real], rtol=0, atol=limit)
-    for have, want, values in zip(got.top_ids[real], expected.top_ids[real], expected.top_logprobs[real], strict=True):
-        assert len(set(have.tolist())) == len(want)
-        clear = np.array([np.sum(np.abs(values - value) < limit) == 1 for value in values], bool)
-        clear[-1:] = False  # the last of the list may tie with one outside it
-        np.testing.assert_array_equal(have[clear], want[clear])
-
-
 @pytest.mark.parametrize("case", list(all_cases()), ids=str)
 @pytest.mark.parametrize("name", discovery.list_platforms())
 def test_op(name: str, case: OpCase, request: pytest.FixtureRequest) -> None:
@@ -112,12 +75,7 @@ def test_op(name: str, case: OpCase, request: pytest.FixtureRequest) -> None:
                     reason = reason or entry["reason"]
     if reason:
         pytest.skip(f"{name} unsupported: {reason}")
-    run = case.build()
-    for step, got in zip(run.steps, execute(platform, case.dtype, run), strict=True):
-        if isinstance(step.expected, StepResult):
-            check_result(got, step.expected, step.batch, LOGPROB_ERROR[case.dtype])
-        else:
-            check_values(got[:step.tokens], step.expected, case.nmse)
+    check_case(platform, case)
 
 
 def test_every_batch_keeps_its_promises() -> None:
