@@ -74,8 +74,8 @@ def pick(uniform: float, logits: np.ndarray = HALVES, **fields: float) -> int:
     return int(draw(logits, 0, sampling))
 
 
-@pytest.mark.parametrize("uniform, token", [(0.0, 0), (0.124, 0), (0.126, 1), (0.62, 1), (0.63, 2), (0.87, 2), (0.88, 3),
-                                            (0.93, 3), (0.94, 4), (0.9999999, 4)])
+@pytest.mark.parametrize("uniform, token", [(0.0, 0), (0.124, 0), (0.126, 1), (0.62, 1), (0.63, 2), (0.87, 2),
+                                            (0.88, 3), (0.93, 3), (0.94, 4), (0.9999999, 4)])
 def test_the_draw_runs_through_the_ids_in_order(uniform: float, token: int) -> None:
     assert pick(uniform) == token
 
