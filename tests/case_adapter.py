@@ -1,7 +1,7 @@
 """What the handed library cases call (`../shared/cases/ADAPTER.md`): thin wrappers over the engine's own components.
 
-A function that is missing here makes its case skip: merge_states (no split-KV yet), make_allocator (pages have one owner
-here, not a count; tests/test_pool.py), page_keys (images), parse_tools and stream_tools (issue 6).
+Functions missing here make their cases skip: merge_states (no split-KV yet), make_allocator (pages have one
+owner here, not a count; tests/test_pool.py), page_keys (images), parse_tools and stream_tools (issue 6).
 """
 from __future__ import annotations
 
@@ -66,15 +66,15 @@ def apply_penalties(logits, prompts, outputs, repetition, presence, frequency) -
         for token in output:
             history.add(token)
     rows = np.concatenate([np.full(h.size, i, np.int32) for i, h in enumerate(histories)])
-    penalties = Penalties(rows, np.concatenate([h.ids for h in histories]), np.concatenate([h.counts for h in histories]),
-                          np.zeros(len(logits), np.int32), np.asarray(repetition, np.float32),
-                          np.asarray(presence, np.float32), np.asarray(frequency, np.float32))
+    numbers = [np.asarray(values, np.float32) for values in (repetition, presence, frequency)]
+    ids, counts = np.concatenate([h.ids for h in histories]), np.concatenate([h.counts for h in histories])
+    penalties = Penalties(rows, ids, counts, np.zeros(len(logits), np.int32), *numbers)
     out = np.asarray(logits, np.float64).copy()
     sampling.apply_penalties(out, penalties, np.zeros(len(out), np.int32))
     return out
 
 
-class make_radix:  # noqa: N801 - the name that the cases call
+class make_radix:  # the name that the cases call
     """Slot indices in and out; the tree knows a page by its first slot."""
 
     def __init__(self, page_size: int):
