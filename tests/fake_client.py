@@ -98,8 +98,9 @@ class FakeClient(EngineClient):
         self.watches.append(watch)
         if self.refuse is not None:
             error = refused(submit.id, self.refuse)
-            self._receive(TextOutputs([TextOutput(submit.id, "", b"", "error", error=error.error, status=error.status,
-                                                  code=error.code, param=error.param)]))
+            output = TextOutput(submit.id, "", b"", "error", error=error.error, status=error.status, code=error.code,
+                                param=error.param)
+            asyncio.get_running_loop().call_soon(self._receive, TextOutputs([output]))
             return
         self._tasks[submit.id] = asyncio.ensure_future(self._run(submit))
 
