@@ -174,13 +174,15 @@ class Device(Platform):
 
 
 class WriteOnce:
-    """A slot is written once in each generation of its page, and read only in the generation that wrote it."""
+    """A slot is written once in each generation of its page, by a page's owner or for a prompt that the tree has
+    taken already; it is read only in the generation that wrote it, and only in the domain that it was written for."""
 
     def __init__(self, slots: int, page_size: int):
         self.page_size, self.written = page_size, np.full(slots, -1, np.int64)
+        self.domains = np.full(slots, b"", object)
 
-    def launch(self, batch: Batch, pool: PagePool) -> None:
-        """Check the writes and reads of a batch against the ledger of the moment it is launched."""
+    def launch(self, batch: Batch, pool: PagePool, domains: list[bytes]) -> None:
+        """Check the writes and reads of a batch, rows in `domains`, against the ledger when it is launched."""
         size, real = self.page_size, int(batch.starts[-1])
         slots, seqs = batch.slots[:real], batch.seqs[batch.rows[:real]]
         owner, generation = pool.owner[slots // size], pool.generation[slots // size]
@@ -188,12 +190,13 @@ class WriteOnce:
         assert not len(wrong), f"slot {slots[wrong[0]]} of owner {owner[wrong[0]]} is written for {seqs[wrong[0]]}"
         again = np.flatnonzero(self.written[slots] == generation)
         assert not len(again), f"slot {slots[again[0]]} is written twice in generation {generation[again[0]]}"
-        self.written[slots] = generation
-        for row in range(int(np.count_nonzero(batch.lengths))):
+        self.written[slots], self.domains[slots] = generation, np.array([*domains, b""], object)[batch.rows[:real]]
+        for row, domain in enumerate(domains):
             positions = np.arange(batch.lengths[row])
             slots = batch.pages[row, positions // size] * size + positions % size
             stale = np.flatnonzero(self.written[slots] != pool.generation[slots // size])
             assert not len(stale), f"row {row} reads slot {slots[stale[0]]}, written in a generation that is gone"
+            assert (self.domains[slots] == domain).all(), f"row {row} of domain {domain} reads another domain's slots"
 
 
 # ---- the driver
@@ -290,8 +293,7 @@ class Run:
         self.scheduler.verify()
         for output in outputs:
             self._absorb(output)
-        late = [rid for rid, t in self.tracks.items() if t.aborted and not t.finish]
-        assert not late, f"{late} are aborted and have no end"
+        self._check_late()
         return outputs
 
     def drain(self, limit: int = 3000) -> None:
@@ -300,7 +302,7 @@ class Run:
             if not (self.flight or self.scheduler.running or self.scheduler.waiting or self.scheduler.has_ended):
                 return
             self.step()
-        raise AssertionError(f"{self.scheduler.running} running and {self.scheduler.waiting} waiting after {limit} steps")
+        raise AssertionError(f"after {limit} steps {self.scheduler.running} run and {self.scheduler.waiting} wait")
 
     def finish(self) -> None:
         """Drain, then everything must be as it was at first, page by page."""
@@ -322,7 +324,9 @@ class Run:
         if fault == "build":
             raise Fault("no bucket")
         batch, bucket = batch_module.build_batch(plan, self.scheduler.table, self.limits.page_size, self.buckets)
-        self.once.launch(batch, self.cache.pool)
+        slots = batch.seqs[batch.lengths > 0].tolist()
+        domains = [self.tracks[self.scheduler._running[slot].id].submit.domain for slot in slots]
+        self.once.launch(batch, self.cache.pool, domains)
         self.scheduler.advance(plan)
         if fault == "launch":
             raise Fault("out of memory")
@@ -358,6 +362,15 @@ class Run:
         assert sum(c.stop - c.start for c in plan.chunks) <= limits.chunk, "over the budget of prompt tokens"
         assert all(c.scores <= limits.score_rows for c in plan.chunks), "over the limit of scored rows"
         assert all(r.sample for r in ranges[:len(plan.decode)])
+
+    def _check_late(self) -> None:
+        late = [rid for rid, t in self.tracks.items() if t.aborted and not t.finish]
+        assert not late, f"{late} are aborted and have no end"
+        once_a_second = self.now - 1.02
+        late = [r.id for r in self.scheduler._waiting if once_a_second - r.arrival > self.limits.waiting_timeout]
+        running = self.scheduler._running.values()
+        late += [r.id for r in running if once_a_second - r.started > self.limits.running_timeout]
+        assert not late, f"{late} should have timed out"
 
     def _absorb(self, output: TokenOutput) -> None:
         """Check one output against the oracle."""
@@ -403,7 +416,7 @@ class Run:
             late = self.now - track.arrival > min(self.limits.waiting_timeout, self.limits.running_timeout)
             assert self.faulted or late and ("waited" in output.error or "ran" in output.error), output.error
         elif output.tokens or output.finish:
-            assert output.finish == right, f"{output.id} after {len(track.out)} tokens: {output.finish}, right is {right}"
+            assert output.finish == right, f"{output.id}: {output.finish} at {len(track.out)} tokens, right is {right}"
         assert output.stop_id == (last if output.finish == "stop" else -1)
 
 
@@ -422,16 +435,19 @@ def random_run(seed: int, steps: int) -> Run:
     page = rng.choice((1, 2, 4, 16))
     least = -(-MAX_LEN // page) + 1
     run = Run(page, rng.randint(least, 2 * least), rng.choice(("lpm", "fcfs")), late=rng.random() < 0.5,
-              padded=rng.random() < 0.5, prefix_cache=rng.random() < 0.9)
-    overlap, load = rng.choice((0.0, 0.5, 1.0, 1.0)), rng.choice((0.2, 0.5))
+              padded=rng.random() < 0.5, prefix_cache=rng.random() < 0.9, chunk=rng.choice((4, 12, 40)),
+              score_rows=rng.choice((2, 5, 64)))
+    overlap, load = rng.choice((0.0, 0.5, 1.0, 1.0)), rng.choice((0.15, 0.4))
     while run.launched < steps:
         if rng.random() < load:
             base = rng.choice(run.history)
             keep = rng.choice((len(base), rng.randint(0, len(base))))
             prompt = base[:keep] + [rng.randrange(4) for _ in range(rng.randint(1, 8))]
-            params = {name: rng.choice(values) for name, values in PARAMS.items()}
-            run.submit(prompt[:36], rng.choice(DOMAINS), rng.choice((0, 0, 0, 1)), **params)
-        if rng.random() < 0.05 and run.tracks:
+            domain = rng.choice(DOMAINS)
+            for _ in range(rng.choice((1, 1, 1, 3))):
+                params = {name: rng.choice(values) for name, values in PARAMS.items()}
+                run.submit(prompt[:36], domain, rng.choice((0, 0, 0, 1)), **params)
+        if rng.random() < 0.08 and run.tracks:
             run.abort(rng.choice(list(run.tracks)[-12:]))
         event = rng.random()
         if event < 0.01:

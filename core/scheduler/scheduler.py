@@ -337,11 +337,12 @@ class Scheduler:
             request.scores.append((result.logprobs[rows], result.top_ids[rows, :k], result.top_logprobs[rows, :k]))
 
     def _output(self, request: Request, tokens: bytes = b"", finish: FinishReason | None = None, stop_id: int = -1,
-                logprobs: Logprobs | None = None, error: str = "") -> TokenOutput:
+                logprobs: Logprobs | None = None, error: str = "", status: int = 500) -> TokenOutput:
         first, request.reported = not request.reported, True
         return TokenOutput(request.id, tokens, finish, stop_id, request.prompt_len if first else 0,
                            request.cached if first else 0, logprobs,
-                           request.prompt_scores() if first and finish not in ("abort", "error") else None, error)
+                           request.prompt_scores() if first and finish not in ("abort", "error") else None, error,
+                           status)
 
     # ---- endings
 
@@ -350,10 +351,10 @@ class Scheduler:
         self._close(request, reason)
         outputs.append(self._output(request, tokens, reason, stop_id, logprobs))
 
-    def _end(self, request: Request, reason: FinishReason, error: str = "") -> None:
+    def _end(self, request: Request, reason: FinishReason, error: str = "", status: int = 500) -> None:
         if not request.finish:
             self._close(request, reason)
-            self._ended.append(self._output(request, finish=reason, error=error))
+            self._ended.append(self._output(request, finish=reason, error=error, status=status))
 
     def _close(self, request: Request, reason: FinishReason) -> None:
         request.finish = reason
@@ -385,8 +386,8 @@ class Scheduler:
         late = [r for r in self._waiting if now - r.arrival > limits.waiting_timeout]
         for request in late:
             self._end(request, "error", f"waited {now - request.arrival:.0f} s, the limit is "
-                                        f"{limits.waiting_timeout:.0f} s (--waiting-timeout)")
-        late = [r for r in self._running.values() if now - r.started > limits.running_timeout]
+                                        f"{limits.waiting_timeout:.0f} s (--waiting-timeout)", status=503)
+        late = [r for r in [*self._running.values(), *self._retracted] if now - r.started > limits.running_timeout]
         for request in late:
             self._end(request, "error", f"ran {now - request.started:.0f} s, the limit is "
                                         f"{limits.running_timeout:.0f} s (--running-timeout)")

@@ -1,0 +1,127 @@
+"""Seeded bugs: one line of the core each, changed in memory. test_mutants.py shows that every one is caught.
+
+A mutant edits the source of one function and puts the result in its place. When that line of the core changes, the
+mutant says so and has to be written anew.
+"""
+from __future__ import annotations
+
+import inspect
+import textwrap
+from typing import Any, NamedTuple
+
+import pytest
+from isthmus.core.cache.eviction import LeastRecentlyUsed
+from isthmus.core.cache.manager import CacheManager
+from isthmus.core.cache.pool import PagePool
+from isthmus.core.cache.radix import Node, RadixTree
+from isthmus.core.scheduler import batch
+from isthmus.core.scheduler.request import History, Request
+from isthmus.core.scheduler.scheduler import Scheduler
+from isthmus.core.scheduler.table import RequestTable
+
+
+class Mutant(NamedTuple):
+    """`old` becomes `new` in `owner.function`; `old` must be there once. seed: where the search for it starts."""
+
+    name: str
+    owner: Any
+    function: str
+    old: str
+    new: str
+    seed: int = 0
+
+    def apply(self, patch: pytest.MonkeyPatch) -> None:
+        """Put the broken function in place for as long as `patch` lasts."""
+        function = inspect.getattr_static(self.owner, self.function)
+        function = function.fget if isinstance(function, property) else function
+        source = textwrap.dedent(inspect.getsource(function))
+        found = source.count(self.old)
+        assert found == 1, f"mutant {self.name!r}: {self.old!r} is {found} times in {self.function}, write it anew"
+        code = compile(source.replace(self.old, self.new), f"<mutant: {self.name}>", "exec")
+        names: dict[str, Any] = {}
+        exec(code, function.__globals__, names)
+        patch.setattr(self.owner, self.function, names[self.function])
+
+
+CACHE = [
+    Mutant("a page is handed out twice", PagePool, "alloc", "self._top -= count", "self._top -= max(1, count - 1)"),
+    Mutant("one page twice and another lost, sums right", PagePool, "alloc",
+           "self.owner[pages] = owner\n    return pages",
+           "self.owner[pages] = owner\n    return pages[[-1, *range(1, count)]]"),
+    Mutant("a release keeps the generation", PagePool, "release", "self.generation[pages] += 1", "pass"),
+    Mutant("a page is used after its release", PagePool, "_owned", "self.owner[pages] != owner", "pages < 0"),
+    Mutant("the generation is not compared", PagePool, "check", "if stale.any()", "if False"),
+    Mutant("a locked node is evicted", Node, "evictable", "and not self.locks", ""),
+    Mutant("a node with children is evicted", Node, "evictable", "and not self.children", ""),
+    Mutant("a split drops the protection", RadixTree, "_split", "1 if node.locks else 0", "0"),
+    Mutant("a split copies the lock count", RadixTree, "_split", "1 if node.locks else 0", "node.locks"),
+    Mutant("a split keeps the old key", RadixTree, "_split", "front.children[node.edge[:self.page_bytes]] = node",
+           "front.children[front.edge[:self.page_bytes]] = node"),
+    Mutant("unlock forgets the parent", RadixTree, "unlock", "if node.locks:\n            return", "return"),
+    Mutant("lock forgets the parent", RadixTree, "lock", "if node.locks > 1:\n            return", "return"),
+    Mutant("an unlocked leaf is not offered again", RadixTree, "unlock", "if not node.children:", "if False:"),
+    Mutant("an evicted leaf's parent is not offered", RadixTree, "_remove", "elif parent.evictable:", "elif False:"),
+    Mutant("a trimmed node keeps its edge", RadixTree, "evict", "node.edge[:keep * self.page_bytes]", "node.edge"),
+    Mutant("a trimmed node keeps the wrong end", RadixTree, "evict", "freed.append(node.pages[keep * ID_BYTES:])",
+           "freed.append(node.pages[:drop * ID_BYTES])"),
+    Mutant("a page in part equal counts as equal", RadixTree, "_shared_bytes", "first // self.page_size",
+           "-(-first // self.page_size)"),
+    Mutant("an empty domain stays", RadixTree, "_remove", "if not parent.children:", "if False:"),
+    Mutant("a compacted heap forgets a leaf", LeastRecentlyUsed, "add", "self._compact()", "self._heap.clear()"),
+    Mutant("every domain is one", CacheManager, "acquire", 'b"", domain)', 'b"", b"")'),
+    Mutant("acquire does not lock", CacheManager, "acquire", "self.tree.lock(node)", "pass"),
+    Mutant("duplicates are not released", CacheManager, "commit", "self.pool.release(duplicates, owner)", "pass"),
+    Mutant("duplicates stay in the row", CacheManager, "commit",
+           "row[shared:found] = self.tree.path(new)[shared:found]", "pass"),
+    Mutant("the tree is given pages it has", CacheManager, "commit", "row[max(found, shared):full]",
+           "row[shared:full]"),
+    Mutant("commit keeps the old lock", CacheManager, "commit", "self.tree.unlock(node)", "pass"),
+    Mutant("flush leaks pages", CacheManager, "flush", "self.pool.release(dropped, TREE)", "pass"),
+    Mutant("eviction takes too few", CacheManager, "take", "self.tree.evict(short)", "self.tree.evict(short - 1)"),
+]
+
+SCHEDULER = [
+    Mutant("two tokens share a slot", batch, "build_batch", "page_size + positions % page_size",
+           "page_size + positions % page_size // 2"),
+    Mutant("padding writes to a real slot", batch, "pad_batch", "grow(batch.slots, tokens)",
+           "grow(batch.slots, tokens, 1)"),
+    Mutant("a page leaks at the end", Scheduler, "_vacate", ":table.page_count[slot]].copy()",
+           ":max(table.tree_pages[slot], table.page_count[slot] - 1)].copy()"),
+    Mutant("an aborted request keeps its slot", Scheduler, "_vacate", "table.give_back(slot)", "pass"),
+    Mutant("an aborted request decodes on", Scheduler, "_vacate", "self._decoding[self._decoding != slot]",
+           "self._decoding"),
+    Mutant("a retracted request keeps its pages", Scheduler, "_vacate", ":table.page_count[slot]].copy()",
+           ":table.page_count[slot] if request.finish else table.tree_pages[slot]].copy()"),
+    Mutant("a retracted request is forgotten", Scheduler, "_retract", "self._retracted.appendleft(victim)", "pass"),
+    Mutant("pages not computed yet are cached", Scheduler, "_vacate", "int(table.computed[slot])", "request.known + 9"),
+    Mutant("catching up rewrites the tree's pages", Scheduler, "_catch_up", "table.computed[slot] = pages * size",
+           "pass"),
+    Mutant("the last prompt page is cached too early", Scheduler, "_chunk", "min(stop, request.known - 1)", "stop"),
+    Mutant("an exact hit computes nothing", Scheduler, "_admit", "request.known - 1 if", "request.known if"),
+    Mutant("scored prompts come from the cache", Scheduler, "_admit", "if not request.score else 0", ""),
+    Mutant("the domain is lost", Request, "__init__", "submit.domain", 'b""'),
+    Mutant("a token still on the device is not taken", batch, "build_batch",
+           "np.where(table.known[decode] > last, table.last[decode], -1)", "table.last[decode]"),
+    Mutant("a token after the end is reported", Scheduler, "_take", "if request.finish:", "if False:"),
+    Mutant("a stop is missed", Request, "finish_reason", "token in self.stop_ids and", "False and"),
+    Mutant("one token too many", Scheduler, "_plan_decode", "table.length[slots] <", "table.length[slots] <="),
+    Mutant("a retracted request draws anew", RequestTable, "take", "= prompt_len, limit", "= known, limit"),
+    Mutant("a retracted request loses its scores", Scheduler, "_retract", "victim.score = False", "victim.scores = []"),
+    Mutant("scores of a broken prefill stay", Scheduler, "_retract", "victim.scores = []", "pass"),
+    Mutant("penalties miss the pending token", batch, "_penalties", "(unknown & penalised)", "(unknown & False)"),
+    Mutant("penalties miss the output", Request, "append", "self.history.add(token)", "pass"),
+    Mutant("penalties lose a new token", History, "add", "self.size += 1", "pass"),
+    Mutant("stop ids are banned one token too long", batch, "_bias", "< table.min_tokens[slots]",
+           "<= table.min_tokens[slots]"),
+    Mutant("logit bias reaches the wrong row", batch, "_bias", "np.full(len(part_ids), sampled[i], np.int32)",
+           "np.full(len(part_ids), sampled[0], np.int32)"),
+    Mutant("prompt tokens are scored one off", batch, "_logit_rows", "[chunk.start + 1:chunk.start + 1 + chunk.scores]",
+           "[chunk.start:chunk.start + chunk.scores]"),
+    Mutant("a failed step leaves its pages cached", Scheduler, "fail", "self.cache.flush()", "pass"),
+    Mutant("the budget is not counted down", Scheduler, "_plan_prefill",
+           "        budget -= chunks[-1].stop - chunks[-1].start\n    if admit", "    if admit"),
+    Mutant("waiting requests never time out", Scheduler, "_expire", "late = [r for r in self._waiting",
+           "late = [r for r in ()"),
+    Mutant("retracted requests never time out", Scheduler, "_expire",
+           "[*self._running.values(), *self._retracted]", "self._running.values()"),
+]
