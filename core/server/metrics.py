@@ -161,7 +161,7 @@ class Metrics:
             family = HistogramMetricFamily(prefix + names[column], help, labels=list(labels))
             family.add_metric(list(labels.values()), histogram.cumulative(), histogram.sum)
             yield family
-        if "queue_seconds" in self._stats:  # the engine sums the times up: one bucket
+        if isinstance(self._stats.get("queue_seconds"), (int, float)):  # the engine sums the times up: one bucket
             family = HistogramMetricFamily(prefix + "request_queue_time_seconds", "From arrival to the first attempt",
                                            labels=list(labels))
             family.add_metric(list(labels.values()), [("+Inf", self._stats.get("requests", 0))],

@@ -47,11 +47,12 @@ async def start(server: Server, asked: GenerateRequest) -> Generation:
         raise invalid("text", "or input_ids is required, and only one of them")
     param = "text" if asked.input_ids is None else "input_ids"
     parts = split_prompts(getattr(asked, param), param)
-    if asked.input_ids is not None and isinstance(parts[0][1], str):
-        raise invalid("input_ids", "must be token ids or a list of token id lists")
+    if isinstance(parts[0][1], str) is not (param == "text"):
+        form = "text or a list of texts" if param == "text" else "token ids or a list of token id lists"
+        raise invalid(param, f"must be {form}")
     fields = asked.sampling_params or SamplingFields()
     n = fields.n or 1
-    check_choices(len(parts), n, server.bounds)
+    check_choices(len(parts), n, server.bounds, param)
     prompts = [await read_prompt(server, asked, fields, name, part) for name, part in parts]
     return Generation(server, asked.rid or new_id("gen"), prompts, n, cache_domain(salt=asked.cache_salt),
                       asked.priority or 0)

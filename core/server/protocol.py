@@ -93,9 +93,9 @@ class CompletionRequest(RequestFields):
 
 
 class GenerateRequest(Body):
-    """`POST /generate`, the native call: text or token ids in, token ids and text out."""
+    """`POST /generate`, the native call. The forms of `text` and `input_ids` are checked by `core.server.validate`."""
 
-    text: str | list[str] | None = None
+    text: Any = None
     input_ids: Any = None
     sampling_params: SamplingFields | None = None
     stream: bool | None = None

@@ -58,10 +58,10 @@ def split_prompts(prompt: Any, param: str = "prompt") -> list[tuple[str, str | l
     return [(param, prompt)]
 
 
-def check_choices(prompts: int, n: int, bounds: Bounds) -> None:
+def check_choices(prompts: int, n: int, bounds: Bounds, param: str = "prompt") -> None:
     """At most `max_n` answers to one request, prompts times n."""
     if prompts * n > bounds.max_n:
-        param = "n" if n > 1 else "prompt"
+        param = "n" if n > 1 else param
         raise invalid(param, f"asks for {prompts} x {n} answers; at most {bounds.max_n} are allowed (--max-n)")
 
 
