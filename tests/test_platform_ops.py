@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from isthmus.core import discovery
-from isthmus.core.platform import Manifest, Unavailable
+from isthmus.core.platform import Manifest, Unavailable, Unsupported
 from isthmus.platforms.null.platform import check_batch
 
 from .opcases import DTYPES, OpCase, dense_cases
@@ -17,7 +17,7 @@ from .opcases_attention import attention_cases
 from .opcases_check import check_case
 from .opcases_sampling import sampling_cases
 
-ASKED = ("linear", "attention", "moe")  # ops that `Platform.supports` documents
+ASKED = ("attention", "moe")  # not linear: what has no kernel is expanded by `load`, and must be right too
 
 
 def all_cases() -> Iterator[OpCase]:
@@ -75,7 +75,10 @@ def test_op(name: str, case: OpCase, request: pytest.FixtureRequest) -> None:
                     reason = reason or entry["reason"]
     if reason:
         pytest.skip(f"{name} unsupported: {reason}")
-    check_case(platform, case)
+    try:
+        check_case(platform, case)
+    except Unsupported as error:
+        pytest.skip(f"{name} unsupported: {error}")
 
 
 def test_every_batch_keeps_its_promises() -> None:
