@@ -22,6 +22,7 @@ class ByteTokenizer:
     """One token per byte, and two marks. The model's vocabulary is larger, as padded vocabularies are."""
 
     vocab_size, bos_id, eos_ids, special_ids, add_bos = 259, None, (END,), frozenset((START, END, PAD)), False
+    max_token_bytes = 12
 
     def encode(self, text: str, add_special: bool = False, parse_special: bool = False) -> list[int]:
         data, ids = text.encode(), []

@@ -231,19 +231,16 @@ def test_missing_messages(http):
     assert refusal(response, "messages")["code"] == "missing_required_parameter"
 
 
-def test_tool_results_reach_the_template_in_its_form(made, http):
+def test_tool_calls_and_results_reach_the_template(made, http):
     call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}
-    odd = {"id": "c2", "type": "function", "function": {"name": "add", "arguments": "{oops"}}
-    deep = {"id": "c3", "type": "function", "function": {"name": "add", "arguments": "[" * 500 + "]" * 500}}
-    answer(http, messages=[*HI, {"role": "assistant", "content": None, "tool_calls": [call, odd, deep]},
+    answer(http, messages=[*HI, {"role": "assistant", "content": None, "tool_calls": [call]},
                            {"role": "tool", "tool_call_id": "c1", "content": "4", "foo": 1},
                            {"role": "assistant", "content": "four", "reasoning": "hm"},
                            {"role": "developer", "name": "anna", "content": "Be brief."}])
     messages, _ = made.template.calls[-1]
-    assert [c["function"]["arguments"] for c in messages[1]["tool_calls"]] == [{"a": 2}, "{oops", "[" * 500 + "]" * 500]
-    assert messages[1]["content"] == ""
+    assert messages[1] == {"role": "assistant", "content": "", "tool_calls": [call]}
     assert messages[2] == {"role": "tool", "content": "4", "tool_call_id": "c1"}
-    assert messages[3] == {"role": "assistant", "content": "four", "reasoning_content": "hm"}
+    assert messages[3] == {"role": "assistant", "content": "four", "reasoning": "hm"}
     assert messages[4] == {"role": "developer", "name": "anna", "content": "Be brief."}
 
 

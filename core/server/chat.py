@@ -18,7 +18,7 @@ from .limits import read_object
 from .logprobs import chat_logprobs
 from .protocol import ChatRequest, refuse_unsupported
 from .stream import EventStream, event, json_response, unless_hung_up
-from .validate import check_choices, invalid, output_limit, sampling_params
+from .validate import check_choices, check_size, invalid, output_limit, sampling_params
 from .wire import Answer, ChatChoice, ChatLogprobs, ChunkChoice, Delta, Message
 
 
@@ -52,6 +52,7 @@ async def start(server: Server, asked: ChatRequest) -> Generation:
     check_choices(1, n, bounds)
     logprobs = wanted_logprobs(asked)
     messages, size = parse_messages(asked.messages)
+    check_size(server.text.least_tokens(size), bounds, "messages")
     ids = await server.text.encode_chat(
         messages, size, **generation_prompt(asked.add_generation_prompt, asked.continue_final_message),
         **template_kwargs(asked.chat_template_kwargs))

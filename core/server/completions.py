@@ -23,6 +23,7 @@ from .validate import (
     Bounds,
     check_choices,
     check_ids,
+    check_size,
     invalid,
     output_limit,
     sampling_params,
@@ -61,6 +62,7 @@ async def read_prompt(server: Server, asked: CompletionRequest, param: str, part
     """One prompt's ids and parameters."""
     bounds: Bounds = server.bounds
     if isinstance(part, str):
+        check_size(server.text.least_tokens(len(part)), bounds, param)
         ids, text = await server.text.encode(part, asked.add_special_tokens is not False), part
         if not len(ids):
             raise invalid(param, "is empty: at least one token is needed")

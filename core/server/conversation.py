@@ -1,17 +1,16 @@
-"""Chat messages and template arguments, checked and brought into the one form that templates read."""
+"""Chat messages and template arguments: OpenAI's forms checked, faults named by their place."""
 from __future__ import annotations
 
 from typing import Any
 
-import msgspec
-
 from ..errors import RequestError
 from .errors import shown
-from .limits import MAX_DEPTH, MAX_TEMPLATE_KWARGS, MAX_TEXT, nesting_depth
+from .limits import MAX_TEMPLATE_KWARGS, MAX_TEXT
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 TEXT_PARTS = ("text", "input_text", "output_text")
 MEDIA_PARTS = ("image_url", "input_image", "image", "input_audio", "audio_url", "video_url", "file", "input_file")
+TEXT_FIELDS = ("name", "tool_call_id", "reasoning_content", "reasoning")
 RESERVED_KWARGS = frozenset((
     "tokenize", "chat_template", "messages", "conversation", "conversations", "tools", "documents", "bos_token",
     "eos_token", "pad_token", "unk_token", "return_dict", "return_tensors", "self", "raise_exception", "strftime_now",
@@ -44,9 +43,7 @@ def _message(message: Any, path: str) -> dict[str, Any]:
     if content is None and role == "assistant" and (calls or isinstance(message.get("refusal"), str)):
         content = message.get("refusal") if not calls else ""
     parsed["content"] = _content(content, f"{path}.content")
-    for key in ("name", "tool_call_id", "reasoning_content", "reasoning"):
-        if isinstance(message.get(key), str):
-            parsed["reasoning_content" if key == "reasoning" else key] = message[key]
+    parsed |= {key: message[key] for key in TEXT_FIELDS if isinstance(message.get(key), str)}
     return parsed
 
 
@@ -71,7 +68,7 @@ def _part(part: Any, path: str) -> str:
 
 
 def _tool_calls(calls: Any, path: str) -> list[dict[str, Any]]:
-    """Calls that the model made earlier; templates want the arguments as an object, clients send them as JSON text."""
+    """Calls that the model made earlier; the template makes an object of each call's JSON text."""
     if not isinstance(calls, list):
         raise fault(path, f"must be a list; got {shown(calls)}")
     parsed = []
@@ -83,17 +80,8 @@ def _tool_calls(calls: Any, path: str) -> list[dict[str, Any]]:
         if not isinstance(arguments, str):
             raise fault(f"{path}[{i}].function.arguments", f"must be a string of JSON; got {shown(arguments)}")
         parsed.append({"id": str(call.get("id", "")), "type": "function",
-                       "function": {"name": function["name"], "arguments": _arguments(arguments)}})
+                       "function": {"name": function["name"], "arguments": arguments}})
     return parsed
-
-
-def _arguments(text: str) -> Any:
-    """The object that a JSON text stands for; a model may also have written something else, which stays as it is."""
-    data = text.encode("utf-8", "replace")
-    try:
-        return msgspec.json.decode(data) if data and nesting_depth(data, MAX_DEPTH) <= MAX_DEPTH else text or {}
-    except (msgspec.DecodeError, UnicodeError):
-        return text
 
 
 def template_kwargs(kwargs: dict[str, Any] | None) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from .limits import read_object
 from .logprobs import native_logprobs, native_top
 from .protocol import DetokenizeRequest, GenerateRequest, SamplingFields, TokenizeRequest, refuse_unsupported
 from .stream import EventStream, event, json_response, unless_hung_up
-from .validate import check_choices, check_ids, invalid, output_limit, sampling_params, split_prompts
+from .validate import check_choices, check_ids, check_size, invalid, output_limit, sampling_params, split_prompts
 
 GENERATE_TOKENS = 128  # SGLang's default for max_new_tokens
 
@@ -62,7 +62,10 @@ async def read_prompt(server: Server, asked: GenerateRequest, fields: SamplingFi
                       part: str | list[Any]) -> Prompt:
     """One prompt's ids and parameters."""
     bounds = server.bounds
-    ids = check_ids((await server.text.encode(part)).tolist() if isinstance(part, str) else part, bounds, param)
+    if isinstance(part, str):
+        check_size(server.text.least_tokens(len(part)), bounds, param)
+        part = (await server.text.encode(part)).tolist()
+    ids = check_ids(part, bounds, param)
     if fields.max_tokens == 0:
         raise invalid("sampling_params.max_new_tokens", "must be at least 1")
     limit = output_limit(fields.max_tokens, GENERATE_TOKENS, len(ids), bounds, param)

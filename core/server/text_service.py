@@ -30,6 +30,10 @@ class TextService:
         """End the threads."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
+    def least_tokens(self, characters: int) -> int:
+        """So many tokens at least has a text of that many characters."""
+        return -(-characters // self.tokenizer.max_token_bytes)
+
     async def _run(self, size: int, work: Callable[[], T]) -> T:
         if size <= OFFLOAD_CHARS:
             return work()

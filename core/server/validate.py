@@ -74,6 +74,13 @@ def too_long(bounds: Bounds, prompt: int, asked: int | None, param: str) -> Requ
         param=param, code="context_length_exceeded")
 
 
+def check_size(least: int, bounds: Bounds, param: str) -> None:
+    """Refuse a text that cannot fit before it is tokenized; `least` is the smallest number of tokens it can have."""
+    if least > bounds.max_model_len:
+        raise RequestError(f"this model's maximum context length is {bounds.max_model_len} tokens, but the prompt has "
+                           f"at least {least}; shorten it", param=param, code="context_length_exceeded")
+
+
 def output_limit(asked: int | None, default: int | None, prompt: int, bounds: Bounds, param: str) -> int:
     """Tokens to generate. A default is cut to what the context leaves (None: all of it); a wish that does not fit
     is refused."""
