@@ -9,7 +9,7 @@ from isthmus.core.errors import Overloaded, RequestError
 from isthmus.core.messages import TokenOutput, pack_ids, unpack_ids
 
 SPECIAL = 0  # a prompt that starts with one of these misbehaves on purpose
-REFUSE, CRASH, RAISE, FULL = 250, 251, 252, 253
+REFUSE, CRASH, RAISE, FULL, BUG = 250, 251, 252, 253, 254
 EOS = 255
 
 
@@ -61,6 +61,10 @@ class FakeEngine:
                                code="context_length_exceeded")
         if prompt[0] == FULL:
             raise Overloaded("8 requests are waiting, 8 may")
+        if prompt[0] == BUG:
+            raise KeyError("a bug")
+        if request.id in self.running:
+            raise ValueError(f"request id {request.id!r} is in use")
         if prompt[0] == CRASH:
             os._exit(7)
         self.running[request.id] = (prompt, request.params, 0)

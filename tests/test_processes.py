@@ -37,7 +37,7 @@ from isthmus.core.processes.in_process import InProcessClient
 from isthmus.core.processes.three import ProcessClient
 from isthmus.core.processes.wire import decode_to_api, decode_to_detokenizer, decode_to_scheduler, encode
 
-from .fake_engine import CRASH, EOS, FULL, RAISE, REFUSE, ByteTokenizer, FakeEngine
+from .fake_engine import BUG, CRASH, EOS, FULL, RAISE, REFUSE, ByteTokenizer, FakeEngine
 
 FORMS = ("in-process", "processes")
 
@@ -133,6 +133,9 @@ def test_refusals_are_raised_as_the_engine_raised_them(form):
             errors.append(caught.value)
         with pytest.raises(IsthmusError, match="2 requests are running"):
             await client.command("flush_cache")
+        with pytest.raises(RequestError, match="cannot be taken: KeyError: 'a bug'") as caught:
+            await collect(client, "a", [BUG])
+        assert caught.value.status == 500
         assert text(await collect(client, "a", b"x", max_tokens=2)) == "xx"
         return errors
     refusal, full = with_client(form, body)
@@ -162,6 +165,18 @@ def test_leaving_early_aborts_in_the_engine(form):
             return await running() == 0
         await until(none_run)
         assert client.waiting == 0
+        if form == "in-process":
+            assert len(client._detokenizer) == 0
+    with_client(form, body)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_an_id_can_be_used_again_at_once_after_leaving(form):
+    async def body(client):
+        for i in range(20):
+            async with aclosing(client.generate(*request("same", b"x", max_tokens=10**6))) as outputs:
+                assert (await anext(outputs)).text == "x"
+            assert text(await collect(client, "same", f"again {i} ".encode(), max_tokens=8)) == f"again {i} "[:8]
     with_client(form, body)
 
 

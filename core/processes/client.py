@@ -9,6 +9,8 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+import msgspec
+
 from ..config import Config
 from ..errors import EngineDead, IsthmusError, Overloaded, RequestError
 from ..messages import (
@@ -43,9 +45,10 @@ class EngineClient(ABC):
         self.draining = False
         self._state, self._reason = "loading", "the model is loading"
         self._progress: ProgressCall | None = None
-        self._streams: dict[str, asyncio.Queue[TextOutput | IsthmusError]] = {}
+        self._streams: dict[str, asyncio.Queue[TextOutput | IsthmusError]] = {}  # by the engine's names
+        self._names: dict[str, str] = {}  # request id -> the engine's name of it
         self._commands: dict[str, asyncio.Future[Any]] = {}
-        self._tokens = itertools.count()
+        self._serial = itertools.count()
 
     @abstractmethod
     async def start(self, progress: ProgressCall | None = None) -> None:
@@ -58,12 +61,16 @@ class EngineClient(ABC):
     async def generate(self, submit: Submit, watch: Watch) -> AsyncIterator[TextOutput]:
         """The request's outputs, the last with a finish. A finish "error" is raised as the `RequestError` it means.
 
+        Inside the engine the request has a name of its own, which its outputs bear: whoever leaves may come back with
+        the same id before the engine has heard of the abort.
         Closing the iterator early, or cancelling its task, aborts the request. `EngineDead` when the engine is gone,
         `Overloaded` (503) while it loads or drains. What waits unread is bounded by the request's own length.
         """
         self._admit(submit)
-        self._send_request(submit, watch)
-        queue = self._streams[submit.id] = asyncio.Queue()
+        name = f"{submit.id}.{next(self._serial)}"
+        self._send_request(msgspec.structs.replace(submit, id=name), msgspec.structs.replace(watch, id=name))
+        queue = self._streams[name] = asyncio.Queue()
+        self._names[submit.id] = name
         finished = False
         try:
             while not finished:
@@ -76,20 +83,20 @@ class EngineClient(ABC):
                     raise request_error(output)
                 yield output
         finally:
-            del self._streams[submit.id]
+            del self._streams[name], self._names[submit.id]
             if not finished and self._state == "ready":
-                self._send(Abort((submit.id,)))
+                self._send(Abort((name,)))
 
     async def abort(self, id: str) -> None:
         """End a request; its iterator gets an output with finish "abort". An unknown id is ignored."""
-        if id in self._streams and self._state == "ready":
-            self._send(Abort((id,)))
+        if id in self._names and self._state == "ready":
+            self._send(Abort((self._names[id],)))
 
     async def command(self, name: str, timeout: float = 60.0) -> dict[str, Any]:
         """The engine's answer to an administrative call. `IsthmusError` if it refuses, `EngineDead` if it is gone."""
         if self._state != "ready":
             raise EngineDead(self._reason)
-        token = f"{name}-{next(self._tokens)}"
+        token = f"{name}-{next(self._serial)}"
         future = self._commands[token] = asyncio.get_running_loop().create_future()
         try:
             self._send(Command(token, name))
@@ -130,7 +137,7 @@ class EngineClient(ABC):
             raise EngineDead(self._reason)
         if self.draining:
             raise Overloaded("the server is shutting down and takes no new requests", status=503)
-        if submit.id in self._streams:
+        if submit.id in self._names:
             raise RequestError(f"request id {submit.id!r} is in use", status=409, param="request_id")
 
     @abstractmethod

@@ -46,6 +46,10 @@ class SchedulerState:
             self.engine.submit(request)
         except RequestError as error:
             self.send(TokenOutputs([refused(request.id, error)]))
+        except Exception as error:  # what one request sets off must not end everybody's
+            log.exception("request %s cannot be taken", request.id)
+            failure = RequestError(f"the request cannot be taken: {describe(error)}", status=500, kind="server_error")
+            self.send(TokenOutputs([refused(request.id, failure)]))
 
     def _command(self, command: Command) -> Reply:
         try:

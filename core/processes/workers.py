@@ -56,7 +56,7 @@ class Workers:
         """Remove the sockets' names; connected sockets stay, and nobody else can connect any more."""
         shutil.rmtree(self.directory, ignore_errors=True)
 
-    def stop(self, timeout: float = 5.0) -> None:
+    def stop(self, timeout: float = 0.5) -> None:
         """End the processes and wait for them; blocks for `timeout` seconds at most before they are killed."""
         self._stopping = True
         for process in self._processes.values():
