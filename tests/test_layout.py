@@ -127,9 +127,7 @@ def test_no_circular_imports():
                 continue
             base = package[:len(package) - node.level] if node.level else package
             target = ".".join(base + ((node.module or "").split(".") if node.module else []))
-            for alias in node.names:
-                graph[module].add(f"{target}.{alias.name}")
-                graph[module].add(target)
+            graph[module] |= {f"{target}.{alias.name}" for alias in node.names} | ({target} if node.module else set())
     modules = set(graph)
     graph = {m: {t for t in targets if t in modules and t != m} for m, targets in graph.items()}
     while leaves := {m for m, targets in graph.items() if not targets}:
