@@ -22,6 +22,7 @@ from .scheduler.admission import Limits
 from .scheduler.batch import build_batch
 from .scheduler.scheduler import Plan, Scheduler
 from .specs import Bucket
+from .tracing import traced_forward
 
 log = logging.getLogger(__name__)
 
@@ -87,6 +88,9 @@ class EngineCore:
     def submit(self, submit: Submit) -> None:
         """Queue a request. Raises `RequestError` with the field and number at fault, `Overloaded` when full."""
         self.scheduler.submit(submit, self._clock())
+        if debug_level() >= 3:
+            log.info("request %s: %d prompt tokens, at most %d more, %d waiting", submit.id, len(submit.prompt) // 4,
+                     submit.params.max_tokens, self.scheduler.waiting)
 
     def abort(self, ids: Iterable[str], reason: FinishReason = "abort") -> None:
         """End requests in any state; the next `step` reports them. Unknown ids are ignored."""
@@ -99,23 +103,13 @@ class EngineCore:
 
     def step(self) -> list[TokenOutput]:
         """Launch the next step, then settle the previous one (with overlap) or this one: the new outputs."""
-        plan = self.scheduler.plan(self._clock())
-        previous, self._flight = self._flight, None
-        if plan is not None:
-            try:
-                self._flight = (plan, self._launch(plan))
-            except Exception as error:
-                return self._failed([p for p in (previous and previous[0], plan) if p], error)
-        if not self._overlap:
-            previous, self._flight = self._flight, None
-        if previous is None:
-            return self.scheduler.ended()
-        try:
-            result = previous[1].collect()
-        except Exception as error:
-            plans = [previous[0]] + ([self._flight[0]] if self._flight else [])
-            return self._failed(plans, error)
-        return self.scheduler.settle(previous[0], result)
+        outputs = self._advance()
+        if debug_level() >= 3:
+            self.scheduler.verify()
+            for output in outputs:
+                if output.finish:
+                    log.info("request %s: %s %s", output.id, output.finish, output.error)
+        return outputs
 
     def command(self, name: str) -> dict[str, Any]:
         """Administrative calls: "stats", "flush_cache", "ping", "verify". Raises ValueError for another name."""
@@ -138,12 +132,32 @@ class EngineCore:
 
     # ---- inside
 
+    def _advance(self) -> list[TokenOutput]:
+        plan = self.scheduler.plan(self._clock())
+        previous, self._flight = self._flight, None
+        if plan is not None:
+            try:
+                self._flight = (plan, self._launch(plan))
+            except Exception as error:
+                return self._failed([p for p in (previous and previous[0], plan) if p], error)
+        if not self._overlap:
+            previous, self._flight = self._flight, None
+        if previous is None:
+            return self.scheduler.ended()
+        try:
+            result = previous[1].collect()
+        except Exception as error:
+            plans = [previous[0]] + ([self._flight[0]] if self._flight else [])
+            return self._failed(plans, error)
+        return self.scheduler.settle(previous[0], result)
+
     def _launch(self, plan: Plan) -> Out:
         batch, bucket = build_batch(plan, self.scheduler.table, self._page_size, self._manifest.buckets)
         self.scheduler.advance(plan)
         step = self._steps.get(bucket)
         if step is None:
-            step = self._steps[bucket] = self._platform.compile(self._model.forward, self._model.weights, bucket)
+            forward = traced_forward(self._model.forward) if debug_level() >= 4 else self._model.forward
+            step = self._steps[bucket] = self._platform.compile(forward, self._model.weights, bucket)
         out, self._state = step(self._state, batch)
         self.steps += 1
         if debug_level() >= 2:
