@@ -56,12 +56,12 @@ class ChatTemplate:
         text = self._render(messages, tools, add_generation_prompt, continue_final_message, kwargs)
         ids = self._tokenizer.encode(text, parse_special=True)
         bos = self._tokenizer.bos_id
+        if bos is None:
+            return ids
         written = int(np.argmin(np.append(ids == bos, False)))
-        if written > 1:
+        if written:
             return ids[written - 1:]
-        if not written and self._tokenizer.add_bos:
-            return np.concatenate([[bos], ids]).astype(np.int32)
-        return ids
+        return np.append(np.int32(bos), ids) if self._tokenizer.add_bos else ids
 
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None,
                add_generation_prompt: bool = True, continue_final_message: bool = False, **kwargs: Any) -> str:
@@ -82,8 +82,6 @@ class ChatTemplate:
         turns = _guarded(_plain_messages(messages, "developer" in self.source), guard)
         variables |= self._special_texts | {"messages": turns, "tools": _guarded(_checked_tools(tools), guard)}
         if continue_final_message:
-            if not turns[-1]["content"]:
-                raise RequestError("continue_final_message needs a last message with content", param="messages")
             turns[-1]["content"] += _CONTINUE
         variables["add_generation_prompt"] = bool(add_generation_prompt) and not continue_final_message
         text = _run(self._template, variables)
@@ -200,7 +198,7 @@ def _plain_message(message: Any, where: str, knows_developer: bool) -> dict[str,
             turn["tool_calls"] = [_plain_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)]
     reasoning = next((turn[name] for name in _REASONING if isinstance(turn.get(name), str)), None)
     if reasoning is not None:
-        turn |= {"reasoning_content": reasoning, "thinking": reasoning}
+        turn = {"thinking": reasoning} | turn | {"reasoning_content": reasoning}
     return turn
 
 
