@@ -3,7 +3,7 @@
 | variable        | meaning                                                                                          |
 |-----------------|--------------------------------------------------------------------------------------------------|
 | ISTHMUS_DEBUG   | 0 quiet; 1 choices made at start, tracebacks of deliberate errors; 2 also one line a step;       |
-|                 | 3 also every request's events, integrity checks after every step; 4 also the shapes of every op      |
+|                 | 3 also every request's events, integrity checks after every step; 4 also each op's shapes       |
 | ISTHMUS_CACHE   | folder for downloaded models; the system's cache folder for users unless set                     |
 | ISTHMUS_CONFIG  | YAML file with settings, as `--config`                                                           |
 
