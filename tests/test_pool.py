@@ -1,0 +1,163 @@
+"""The page pool: who owns what, strictly in tests and forgivingly in production."""
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import pytest
+from isthmus.core.cache.manager import CacheManager
+from isthmus.core.cache.pool import FREE, QUARANTINE, TREE, OwnershipError, PagePool, owner_name
+
+
+def pages(*numbers: int) -> np.ndarray:
+    return np.array(numbers, np.int32)
+
+
+def test_pages_come_in_order_and_page_0_never():
+    pool = PagePool(9)
+    assert (pool.total, pool.capacity, pool.free) == (9, 8, 8)
+    first = pool.alloc(3, owner=1)
+    assert first.tolist() == [1, 2, 3] and first.dtype == np.int32
+    assert pool.alloc(5, owner=2).tolist() == [4, 5, 6, 7, 8] and pool.free == 0
+    assert pool.owner.tolist() == [0, 1, 1, 1, 2, 2, 2, 2, 2]
+
+
+def test_too_many_takes_nothing():
+    pool = PagePool(9)
+    pool.alloc(3, 1)
+    assert pool.alloc(6, 2) is None and pool.free == 5 and not (pool.owner == 2).any()
+    assert pool.alloc(0, 2).tolist() == [] and pool.free == 5
+
+
+def test_release_bumps_the_generation_and_the_page_comes_back_first():
+    pool = PagePool(5)
+    taken = pool.alloc(2, 1)
+    pool.release(taken, 1)
+    assert pool.free == 4 and pool.generation.tolist() == [0, 1, 1, 0, 0]
+    assert pool.alloc(4, 2).tolist() == [1, 2, 3, 4]
+
+
+def test_transfer_keeps_the_generation():
+    pool = PagePool(5)
+    taken = pool.alloc(2, 1)
+    pool.transfer(taken, 1, TREE)
+    assert pool.owner[taken].tolist() == [TREE, TREE] and not pool.generation.any()
+    pool.verify([1, 2], {})
+
+
+@pytest.mark.parametrize(("call", "message"), [
+    (lambda pool: pool.release(pages(1), 2),
+     r"page 1 \(generation 0\) released by request in slot 2: its owner is request in slot 1, not request in slot 2"),
+    (lambda pool: pool.release(pages(3), 1), r"page 3 .* released by request in slot 1: its owner is free"),
+    (lambda pool: pool.release(pages(1, 1), 1), r"page 1 .* released twice in one call by request in slot 1"),
+    (lambda pool: pool.transfer(pages(1), TREE, 1),
+     r"page 1 .* handed to request in slot 1 .*not tree"),
+    (lambda pool: pool.check(pages(2), pages(0), 2), r"page 2 .* used by request in slot 2"),
+    (lambda pool: pool.check(pages(1), pages(7), 1), r"page 1 \(generation 0\) used with a stale generation"),
+])
+def test_violations_name_the_page_and_both_owners(call, message):
+    pool = PagePool(5)
+    pool.alloc(2, 1)
+    with pytest.raises(OwnershipError, match=message):
+        call(pool)
+    pool.verify([], {1: [1, 2]})  # a refusal changes nothing
+
+
+def test_a_second_release_is_an_error_not_a_second_entry():
+    pool = PagePool(9)
+    taken = pool.alloc(3, 1)
+    pool.release(taken, 1)
+    with pytest.raises(OwnershipError, match="released by request in slot 1: its owner is free"):
+        pool.release(taken[:1], 1)
+    assert pool.free == 8 and sorted(pool.alloc(8, 1).tolist()) == list(range(1, 9))
+
+
+def test_a_handle_of_an_earlier_life_is_stale():
+    pool = PagePool(2)
+    handle, generation = pool.alloc(1, 1), pool.generation[[1]]
+    pool.check(handle, generation, 1)
+    pool.release(handle, 1)
+    assert pool.alloc(1, 1).tolist() == [1]  # the same page, the same owner
+    with pytest.raises(OwnershipError, match="stale generation"):
+        pool.check(handle, generation, 1)
+
+
+@pytest.mark.parametrize(("tree", "held", "message"), [
+    ([3], {1: [1, 2, 3]}, "page 3 is held by tree and by request in slot 1"),
+    ([], {1: [1, 2]}, "1 pages have no holder, such as \\[3\\]"),
+    ([1, 3], {1: [2]}, "page 1 is held by tree, the ledger says request in slot 1"),
+    ([3], {1: [1], 2: [2]}, "page 2 is held by request in slot 2, the ledger says request in slot 1"),
+    ([3, 4], {1: [1, 2]}, "page 4 is held by free and by tree"),
+])
+def test_conservation_is_by_identity(tree, held, message):
+    pool = PagePool(6)
+    pool.alloc(2, 1)
+    pool.transfer(pool.alloc(1, 2), 2, TREE)
+    pool.verify([3], {1: [1, 2]})
+    with pytest.raises(OwnershipError, match=message):
+        pool.verify(tree, held)
+
+
+def test_conservation_sees_a_duplicated_free_page():
+    pool = PagePool(5)
+    pool.alloc(2, 1)
+    pool._free[0] = pool._free[1]  # as many entries as before: a sum would not notice
+    with pytest.raises(OwnershipError, match="held by free and by free"):
+        pool.verify([], {1: [1, 2]})
+
+
+def test_a_pool_without_pages_is_refused():
+    with pytest.raises(ValueError, match="at least 2 pages .* got 1"):
+        PagePool(1)
+
+
+def test_owners_have_names():
+    assert [owner_name(o) for o in (FREE, TREE, -2, -3, QUARANTINE, 7)] == [
+        "free", "tree", "transfer", "session", "quarantine", "request in slot 7"]
+
+
+# ---- production: report, quarantine, go on
+
+def test_production_quarantines_a_page_released_by_a_stranger(caplog):
+    pool = PagePool(6, strict=False)
+    mine = pool.alloc(2, 1)
+    with caplog.at_level(logging.ERROR):
+        pool.release(pages(2, 3), 2)
+    assert "page 2 (generation 0) released by request in slot 2: its owner is request in slot 1" in caplog.text
+    assert "quarantined, 2 pages in all" in caplog.text
+    assert (pool.violations, pool.quarantined, pool.free) == (2, 1, 3)  # page 3 was free and stays free
+    pool.release(mine, 1)
+    assert pool.quarantined == 1 and pool.free == 4 and pool.owner[2] == QUARANTINE
+    pool.verify([], {})
+    assert sorted(pool.alloc(4, 3).tolist()) == [1, 3, 4, 5] and pool.alloc(1, 3) is None
+
+
+def test_production_quarantines_a_page_named_twice():
+    pool = PagePool(6, strict=False)
+    pool.alloc(3, 1)
+    pool.release(pages(1, 2, 2, 3), 1)
+    assert (pool.quarantined, pool.free, pool.violations) == (1, 4, 1)
+    pool.verify([], {})
+
+
+def test_production_never_hands_out_a_page_that_is_owned():
+    pool = PagePool(6, strict=False)
+    pool.alloc(2, 1)
+    pool._free[pool._top - 1] = 1                  # page 1 is on the free list although it is owned; page 3 is lost
+    assert pool.alloc(2, 2).tolist() == [4, 5] and pool.owner[1] == QUARANTINE
+    assert pool.alloc(1, 2) is None
+
+
+def test_production_cache_goes_on_after_a_violation():
+    cache = CacheManager(6, 1, strict=False)
+    tokens = np.arange(3, dtype=np.int32)
+    row = np.zeros(8, np.int32)
+    _, node = cache.acquire(tokens, b"")
+    row[:3] = cache.take(3, 1)
+    cache.pool.release(row[1:2], 2)                # somebody else gives the second page back
+    shared, node = cache.commit(tokens, row, 0, 1, b"", node)
+    cache.release(row[:3], shared, 1, node)
+    cache.flush()
+    assert (cache.pool.free, cache.pool.quarantined) == (4, 1)
+    cache.verify({})
+    assert sorted(cache.take(4, 3).tolist()) == [1, 3, 4, 5]
