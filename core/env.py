@@ -30,7 +30,7 @@ def cache_dir() -> Path:
     if chosen := os.environ.get("ISTHMUS_CACHE"):
         return Path(chosen).expanduser()
     if sys.platform == "win32":
-        return Path(os.environ.get("LOCALAPPDATA", Path.home() / "AppData" / "Local")) / "isthmus" / "cache"
+        return Path(os.environ.get("LOCALAPPDATA", Path.home() / ".cache")) / "isthmus"
     if sys.platform == "darwin":
         return Path.home() / "Library" / "Caches" / "isthmus"
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "isthmus"

@@ -118,6 +118,8 @@ def test_debug_shows_where_an_error_came_from(monkeypatch, capsys):
     monkeypatch.setenv("ISTHMUS_DEBUG", "1")
     assert main(["srve"]) == 2
     assert "Traceback" in capsys.readouterr().err
+    main(["explain", "--port", "99", "--platform", "nosuch"])
+    assert "isthmus: --port 99 (command line)" in capsys.readouterr().err
 
 
 def test_flags_become_settings_by_name():

@@ -290,6 +290,25 @@ def test_a_dead_process_fails_health_at_once_and_ends_every_stream(kill):
     with_client("processes", body)
 
 
+def test_every_request_is_traced_at_debug_level_3(monkeypatch, caplog):
+    async def body(client):
+        await collect(client, "traced", b"x", max_tokens=3)
+    monkeypatch.setenv("ISTHMUS_DEBUG", "3")
+    with caplog.at_level("INFO"):
+        with_client("in-process", body)
+    text = caplog.text
+    assert "request traced.0: 1 prompt tokens" in text and "request traced.0 ends: length" in text
+
+
+def test_a_module_in_the_current_folder_is_not_imported_by_the_workers(tmp_path, monkeypatch):
+    (tmp_path / "msgspec.py").write_text("raise SystemExit('imported from the current folder')")
+    monkeypatch.chdir(tmp_path)
+
+    async def body(client):
+        assert client.health()[0]
+    with_client("processes", body)
+
+
 def test_closing_leaves_no_process_and_no_directory():
     async def body(client):
         directory = client._workers.directory

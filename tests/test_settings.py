@@ -5,6 +5,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from isthmus.core import env
 from isthmus.core.cli.settings import (
     list_settings,
     read_environment,
@@ -137,6 +138,16 @@ def test_sizes(text, value):
 def test_what_is_not_a_size(text):
     with pytest.raises(ValueError, match="is not a size"):
         size_bytes(text)
+
+
+def test_every_variable_that_is_no_setting_is_documented(monkeypatch):
+    assert all(f"| {name} " in env.__doc__ for name in env.VARIABLES)
+    monkeypatch.setenv("ISTHMUS_DEBUG", "3")
+    assert env.debug_level() == 3
+    monkeypatch.setenv("ISTHMUS_DEBUG", "very")
+    assert env.debug_level() == 0
+    monkeypatch.setenv("ISTHMUS_CACHE", "~/somewhere")
+    assert env.cache_dir() == Path.home() / "somewhere"
 
 
 def test_suggestions_need_some_likeness():

@@ -83,7 +83,9 @@ def make_reader(name: str) -> Callable[[str], Any]:
         event.current_buffer.insert_text("\n")
 
     cache_dir().mkdir(parents=True, exist_ok=True)
-    session: Any = PromptSession(history=FileHistory(str(cache_dir() / "chat_history")), key_bindings=keys)
+    history = cache_dir() / "chat_history"
+    history.touch(mode=0o600)  # what people type is nobody else's business
+    session: Any = PromptSession(history=FileHistory(str(history)), key_bindings=keys)
     print(f"{name}. /help lists the commands.")
     return session.prompt_async
 

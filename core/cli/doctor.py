@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace, resolved: Resolved) -> int:
 def examine(options: tuple[str, ...] = ()) -> dict[str, Any]:
     """Everything that doctor knows, as plain data."""
     return {"isthmus": isthmus_version(), "python": machine.python_version(), "system": machine.platform(),
-            "cpus": _safely(lambda: len(os.sched_getaffinity(0))) or os.cpu_count(), "memory": _safely(_memory),
+            "cpus": _processors(), "memory": _safely(_memory),
             "libraries": {name: _safely(lambda name=name: version(name)) for name in LIBRARIES},
             "cache": str(cache_dir()), **_platforms(options)}
 
@@ -49,6 +49,12 @@ def _safely(ask: Callable[[], Any]) -> Any:
         return None
     except Exception as error:  # a broken part of this machine is a finding, not a crash
         return f"broken: {type(error).__name__}: {error}"
+
+
+def _processors() -> int | None:
+    """Those that this process may use, where the system says that."""
+    allowed = getattr(os, "sched_getaffinity", None)
+    return len(allowed(0)) if allowed else os.cpu_count()
 
 
 def _memory() -> dict[str, int]:

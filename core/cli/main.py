@@ -10,7 +10,7 @@ from pathlib import Path
 from ..env import debug_level
 from ..errors import ConfigError, IsthmusError
 from .parser import build_parser, find_command, given_settings, overview
-from .settings import resolve, unknown_variables
+from .settings import Resolved, list_settings, resolve, shown, unknown_variables
 
 USAGE, FAILED, INTERRUPTED = 2, 1, 130
 
@@ -41,6 +41,14 @@ def _deliberate(error: Exception) -> bool:
     return isinstance(error, Unavailable | Unsupported | RegistrationError)
 
 
+def _show_origins(resolved: Resolved) -> None:
+    """The settings that somebody set, as ISTHMUS_DEBUG=1 promises."""
+    for name, origin in resolved.origin.items():
+        if origin != "default":
+            setting = list_settings()[name]
+            print(f"isthmus: {setting.flag} {shown(resolved.config, setting)} ({origin})", file=sys.stderr)
+
+
 def _run(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help", "help"):
         if argv[1:]:
@@ -63,6 +71,8 @@ def _run(argv: list[str]) -> int:
         if file and not file.is_file():
             raise ConfigError(f"--config {file}: there is no such file")
         resolved = resolve(given_settings(arguments), os.environ, file)
+        if debug_level():
+            _show_origins(resolved)
     return module.run(arguments, resolved)
 
 

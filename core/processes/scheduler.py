@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import zmq
 
+from ..env import debug_level
 from ..errors import IsthmusError, RequestError
 from ..messages import Abort, Command, Progress, Ready, Reply, Submit, TokenOutputs, refused
 from .wire import Start, decode_to_scheduler, describe, encode, read_socket, resolve, run_worker
@@ -22,9 +23,12 @@ class SchedulerState:
 
     def __init__(self, engine: Any, send: Callable[[Any], None]):
         self.engine, self.send = engine, send
+        self._events = debug_level() >= 3
 
     def handle(self, message: Any) -> None:
         """Carry out one message of `ToScheduler`."""
+        if self._events:
+            log.info("%s", _event(message))
         if isinstance(message, Submit):
             self._submit(message)
         elif isinstance(message, Abort):
@@ -38,6 +42,9 @@ class SchedulerState:
         """One step of the engine, if it has work."""
         if self.engine.has_work:
             outputs = self.engine.step()
+            for output in outputs if self._events else ():
+                if output.finish is not None:
+                    log.info("request %s ends: %s %s", output.id, output.finish, output.error)
             if outputs:
                 self.send(TokenOutputs(outputs))
 
@@ -58,6 +65,12 @@ class SchedulerState:
             if not isinstance(error, IsthmusError):
                 log.exception("command %s failed", command.name)
             return Reply(command.token, False, msgspec.json.encode({"error": describe(error)}))
+
+
+def _event(message: Any) -> str:
+    if isinstance(message, Submit):
+        return f"request {message.id}: {len(message.prompt) // 4} prompt tokens, {message.params}"
+    return f"requests {', '.join(message.ids)}: {message.reason}" if isinstance(message, Abort) else str(message)
 
 
 def make_engine(factory: Callable[..., Any] | None, config: Any, send: Callable[[Any], None]) -> Any:

@@ -36,10 +36,14 @@ class Workers:
         self._stopping = False
 
     def spawn(self, on_exit: Callable[[str, int], None]) -> None:
-        """Start the processes, each with its configuration as one line of JSON on a pipe."""
+        """Start the processes, each with its configuration as one line of JSON on a pipe.
+
+        -P: what lies in the current folder, such as a `random.py`, must not be imported there.
+        """
         line = msgspec.json.encode(self._start) + b"\n"
         for role in ROLES:
-            process = subprocess.Popen([sys.executable, "-m", f"{__package__}.{role}"], stdin=subprocess.PIPE)
+            process = subprocess.Popen([sys.executable, "-P", "-m", f"{__package__}.{role}"],
+                                       stdin=subprocess.PIPE)
             self._processes[role] = process
             threading.Thread(target=self._watch, args=(role, process, on_exit), daemon=True).start()
             try:
