@@ -105,6 +105,7 @@ def test_the_help_of_serve_is_grouped_and_has_every_flag_that_people_type(capsys
     (["explain", "--platform-option", "threads"], ["key=value"]),
     (["generate", "--top-k", "x", "hello"], ["top_k: 'x' is not a whole number"]),
     (["generate", "hello", "--model", "/nowhere/model.gguf"], ["/nowhere/model.gguf"]),
+    (["generate", "hello", "--model", "smollm2-135m-instrct"], ["did you mean smollm2-135m-instruct?"]),
 ])
 def test_mistakes_get_one_line_and_exit_code_2(words, parts, capsys):
     assert main(words) == 2

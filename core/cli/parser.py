@@ -33,7 +33,8 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, command: Command):
         examples = "\n".join(f"  {line}" for line in command.examples)
         super().__init__(
-            prog=f"isthmus {command.name}", description=command.help[0].upper() + command.help[1:] + ".",
+            prog=f"isthmus {command.name}", usage=f"isthmus {command.name} {command.words}",
+            description=command.help[0].upper() + command.help[1:] + ".",
             epilog=f"examples:\n{examples}" if examples else None, allow_abbrev=False,
             formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(
                 prog, max_help_position=34, width=min(shutil.get_terminal_size().columns, 120)))

