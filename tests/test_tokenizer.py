@@ -1,6 +1,7 @@
 import json
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from isthmus.core.errors import CheckpointError, RequestError
 from isthmus.core.text.folder_vocab import folder_vocab
-from isthmus.core.text.gguf_vocab import gguf_vocab
-from isthmus.core.text.tokenizer import GUARD, Tokenizer
+from isthmus.core.text.tokenizer import GUARD, Tokenizer, load_tokenizer
 from isthmus.core.weights.gguf import read_gguf
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Library
@@ -45,6 +45,14 @@ def test_ids_leave_as_int32_arrays(tokenizer):
     ids = tokenizer.encode("hello")
     assert isinstance(ids, np.ndarray) and ids.dtype == np.int32 and ids.ndim == 1
     assert tokenizer.encode("").tolist() == [] and tokenizer.encode("").dtype == np.int32
+
+
+def test_a_process_that_only_decodes_builds_no_encoder():
+    metadata = byte_level(merges=["q zz"])
+    checkpoint = SimpleNamespace(kind="gguf", metadata=metadata)
+    assert load_tokenizer(checkpoint, encodes=False).decode([3 + ord("a")]) == "a"
+    with pytest.raises(CheckpointError, match="malformed"):
+        load_tokenizer(checkpoint)
 
 
 def test_merges_and_digits_follow_the_named_split(tokenizer):
@@ -148,6 +156,16 @@ def test_guard_leaves_other_text_alone(tokenizer):
         tokenizer.guard(f"a{GUARD}b")
 
 
+def test_a_control_token_of_one_character_is_never_read_from_text():
+    metadata = byte_level()
+    metadata["tokenizer.ggml.tokens"].append("\u2402")
+    metadata["tokenizer.ggml.token_type"].append(CONTROL)
+    tokenizer = tokenizer_of(metadata)
+    last = tokenizer.vocab_size - 1
+    for parse in (False, True):
+        assert last not in tokenizer.encode(tokenizer.guard("a\u2402b"), parse_special=parse)
+
+
 def test_guard_is_linear_in_hostile_text():
     metadata = byte_level()
     count = 5000
@@ -233,14 +251,19 @@ def test_scores_decide_as_in_sentencepiece(text):
 def test_bad_metadata_is_refused_by_name(change, message):
     metadata = {k: v for k, v in byte_level(**change).items() if v is not None}
     with pytest.raises(CheckpointError, match=message):
-        gguf_vocab(metadata)
+        tokenizer_of(metadata).prepare()
+
+
+def test_endless_tokens_are_refused():
+    with pytest.raises(CheckpointError, match="one of 2000 characters"):
+        tokenizer_of(sentencepiece("a " + "b" * 2000)).prepare()
 
 
 def test_sentencepiece_needs_scores():
     metadata = sentencepiece()
     del metadata["tokenizer.ggml.scores"]
     with pytest.raises(CheckpointError, match="scores is missing"):
-        gguf_vocab(metadata)
+        tokenizer_of(metadata).prepare()
 
 
 @pytest.mark.skipif(not VECTORS.is_dir(), reason=f"no published test vectors in {VECTORS}")

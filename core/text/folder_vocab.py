@@ -10,7 +10,7 @@ from tokenizers import Tokenizer as Library
 
 from ..errors import CheckpointError
 from ..weights.files import read_json
-from .vocab import Vocab
+from .vocab import Parts, Vocab
 
 MAX_JSON = 1 << 28      # bytes in tokenizer.json; Gemma's, among the largest, has 33 million
 _NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
@@ -37,7 +37,7 @@ def folder_vocab(folder: Path) -> Vocab:
     special = {i for i, token in added.items() if token.special} | {*eos, *([] if bos is None else [bos])}
     spelling, strip = _decoding(path, library)
     return Vocab(
-        model=library.model, normalizer=library.normalizer, pre_tokenizer=library.pre_tokenizer, texts=texts,
+        parts=lambda: Parts(library.model, library.normalizer, library.pre_tokenizer), texts=texts,
         added={i: _added(token, i in special) for i, token in sorted(added.items())}, special=frozenset(special),
         spelling=spelling, strip_leading_space=strip, bos_id=bos, eos_ids=eos,
         add_bos=_adds(settings, "add_bos_token", library, bos, 0),

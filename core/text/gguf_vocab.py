@@ -5,6 +5,8 @@ Source: the GGUF document of the ggml project (keys `tokenizer.*`, token types 1
 """
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,7 +15,9 @@ from tokenizers.models import BPE
 
 from ..errors import CheckpointError
 from .pretokenizers import named_split
-from .vocab import Vocab
+from .vocab import Parts, Vocab
+
+MAX_TOKEN = 1 << 10     # characters in a token of a scored vocabulary; Gemma's longest has 31
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 
@@ -25,8 +29,8 @@ _SPACE = "\u2581"
 def gguf_vocab(metadata: dict[str, Any]) -> Vocab:
     """The vocabulary of a GGUF file; `CheckpointError` names what is missing, malformed or unknown."""
     kind = metadata.get("tokenizer.ggml.model")
-    if kind not in _BUILDERS:
-        raise CheckpointError(f"unknown tokenizer {kind!r} (tokenizer.ggml.model); known: {', '.join(_BUILDERS)}")
+    if kind not in _KINDS:
+        raise CheckpointError(f"unknown tokenizer {kind!r} (tokenizer.ggml.model); known: {', '.join(_KINDS)}")
     tokens = _column(metadata, "tokens", str)
     types = np.array(_column(metadata, "token_type", int, len(tokens)) or [NORMAL] * len(tokens))
     special = set(np.flatnonzero((types == CONTROL) | (types == UNKNOWN)).tolist())
@@ -35,19 +39,27 @@ def gguf_vocab(metadata: dict[str, Any]) -> Vocab:
     # Files exist that call an end token user-defined; as such, any user could end a turn by writing it.
     special |= {*eos, *([] if bos is None else [bos])}
     matched = special | set(np.flatnonzero(types == USER_DEFINED).tolist())
+    build, spelling, add_bos, space = _KINDS[kind]
+    if kind == "gpt2":
+        add_bos = named_split(metadata.get("tokenizer.ggml.pre")).add_bos
+    return Vocab(
+        parts=partial(_parts, build, metadata, tokens, types), texts=list(tokens), spelling=spelling,
+        special=frozenset(special), bos_id=bos, eos_ids=eos,
+        added={i: AddedToken(tokens[i], special=i in special, normalized=False) for i in sorted(matched) if tokens[i]},
+        strip_leading_space=space and _flag(metadata, "add_space_prefix", True),
+        add_bos=_flag(metadata, "add_bos_token", add_bos), add_eos=_flag(metadata, "add_eos_token", False),
+        chat_template=_template(metadata),
+        special_texts={name: tokens[i] for name, i in _named_ids(metadata, len(tokens)).items()})
+
+
+def _parts(build: Callable[..., Parts], *vocabulary: Any) -> Parts:
     try:
-        parts = _BUILDERS[kind](metadata, tokens, types)
+        return build(*vocabulary)
     except CheckpointError:
         raise
     except Exception as error:
         # The library raises bare Exception for merges and tokens that do not fit each other.
         raise CheckpointError(f"the tokenizer in the GGUF file is malformed: {error}") from error
-    return Vocab(
-        **parts, texts=list(tokens), special=frozenset(special), bos_id=bos, eos_ids=eos,
-        added={i: AddedToken(tokens[i], special=i in special, normalized=False) for i in sorted(matched) if tokens[i]},
-        add_eos=_flag(metadata, "add_eos_token", False),
-        chat_template=_template(metadata),
-        special_texts={name: tokens[i] for name, i in _named_ids(metadata, len(tokens)).items()})
 
 
 def _column(metadata: dict[str, Any], name: str, kind: type, length: int | None = None) -> list:
@@ -114,32 +126,27 @@ def _merges(metadata: dict[str, Any]) -> list[tuple[str, str]]:
     return pairs
 
 
-def _gpt2(metadata: dict[str, Any], tokens: list[str], types: np.ndarray) -> dict[str, Any]:
+def _gpt2(metadata: dict[str, Any], tokens: list[str], types: np.ndarray) -> Parts:
     """Byte-level BPE."""
     split = named_split(metadata.get("tokenizer.ggml.pre"))
     model = BPE(vocab=_ids(tokens), merges=_merges(metadata), ignore_merges=split.ignore_merges)
-    return {"model": model, "normalizer": None, "pre_tokenizer": split.build(), "spelling": "bytes",
-            "strip_leading_space": False, "add_bos": _flag(metadata, "add_bos_token", split.add_bos)}
+    return Parts(model, None, split.build())
 
 
-def _spm(metadata: dict[str, Any], tokens: list[str], types: np.ndarray) -> dict[str, Any]:
+def _spm(metadata: dict[str, Any], tokens: list[str], types: np.ndarray) -> Parts:
     """SentencePiece's BPE: of all neighbours that together are a token, the pair with the best score joins first."""
     scores = _column(metadata, "scores", float, len(tokens))
     if not scores:
         raise CheckpointError("tokenizer.ggml.scores is missing: this kind of tokenizer joins tokens by score")
-    prefix = _flag(metadata, "add_space_prefix", True)
-    spaces = [normalizers.Prepend(_SPACE)] if prefix else []
-    return {"model": _fallback_bpe(metadata, tokens, _scored_merges(tokens, types, scores)),
-            "normalizer": normalizers.Sequence([*spaces, normalizers.Replace(" ", _SPACE)]), "pre_tokenizer": None,
-            "spelling": "spm", "strip_leading_space": prefix, "add_bos": _flag(metadata, "add_bos_token", True)}
+    prefix = [normalizers.Prepend(_SPACE)] if _flag(metadata, "add_space_prefix", True) else []
+    return Parts(_fallback_bpe(metadata, tokens, _scored_merges(tokens, types, scores)),
+                 normalizers.Sequence([*prefix, normalizers.Replace(" ", _SPACE)]), None)
 
 
-def _gemma4(metadata: dict[str, Any], tokens: list[str], types: np.ndarray) -> dict[str, Any]:
+def _gemma4(metadata: dict[str, Any], tokens: list[str], types: np.ndarray) -> Parts:
     """BPE over whole lines with U+2581 for spaces, by explicit merges."""
-    return {"model": _fallback_bpe(metadata, tokens, _merges(metadata)),
-            "normalizer": normalizers.Replace(" ", _SPACE),
-            "pre_tokenizer": pre_tokenizers.Split(Regex(r"\n+"), "isolated"), "spelling": "spm",
-            "strip_leading_space": False, "add_bos": _flag(metadata, "add_bos_token", True)}
+    return Parts(_fallback_bpe(metadata, tokens, _merges(metadata)), normalizers.Replace(" ", _SPACE),
+                 pre_tokenizers.Split(Regex(r"\n+"), "isolated"))
 
 
 def _fallback_bpe(metadata: dict[str, Any], tokens: list[str], merges: list[tuple[str, str]]) -> BPE:
@@ -154,6 +161,8 @@ def _scored_merges(tokens: list[str], types: np.ndarray, scores: list[float]) ->
     normal = np.flatnonzero(types == NORMAL)
     normal = normal[np.argsort(-np.asarray(scores)[normal], kind="stable")]
     ordered = [tokens[i] for i in normal.tolist()]
+    if (longest := max(map(len, ordered), default=0)) > MAX_TOKEN:
+        raise CheckpointError(f"tokenizer.ggml.tokens has one of {longest} characters, the limit is {MAX_TOKEN}")
     known, merges = set(ordered), []
     for token in ordered:
         for cut in range(1, len(token)):
@@ -162,4 +171,6 @@ def _scored_merges(tokens: list[str], types: np.ndarray, scores: list[float]) ->
     return merges
 
 
-_BUILDERS = {"gpt2": _gpt2, "llama": _spm, "gemma4": _gemma4}
+# Builder, spelling of tokens, and, when the file does not say: bos before a text, a space before a text.
+_KINDS: dict[str, tuple[Callable[..., Parts], str, bool, bool]] = {
+    "gpt2": (_gpt2, "bytes", False, False), "llama": (_spm, "spm", True, True), "gemma4": (_gemma4, "spm", True, False)}

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer as Library
 from ..errors import CheckpointError, RequestError
 from .folder_vocab import folder_vocab
 from .gguf_vocab import gguf_vocab
-from .vocab import Vocab
+from .vocab import Parts, Vocab
 
 if TYPE_CHECKING:
     from ..weights.checkpoint import Checkpoint
@@ -28,11 +28,17 @@ GUARD = "\ufdd0\ufdd1"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
-def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
-    """The tokenizer of an open checkpoint; `CheckpointError` says what is missing or unknown."""
-    if checkpoint.kind == "gguf":
-        return Tokenizer(gguf_vocab(checkpoint.metadata))
-    return Tokenizer(folder_vocab(checkpoint.path))
+def load_tokenizer(checkpoint: Checkpoint, encodes: bool = True) -> Tokenizer:
+    """The tokenizer of an open checkpoint; `CheckpointError` says what is missing or unknown.
+
+    encodes: False for a process that only decodes: what encodes is then built at its first use, which takes about a
+    second for the largest vocabularies.
+    """
+    vocab = gguf_vocab(checkpoint.metadata) if checkpoint.kind == "gguf" else folder_vocab(checkpoint.path)
+    tokenizer = Tokenizer(vocab)
+    if encodes:
+        tokenizer.prepare()
+    return tokenizer
 
 
 def byte_characters() -> dict[int, int]:
@@ -56,11 +62,10 @@ class Tokenizer:
         self.add_eos = vocab.add_eos and bool(vocab.eos_ids)
         self.chat_template, self.special_texts = vocab.chat_template, vocab.special_texts
         self.strip_leading_space = vocab.strip_leading_space
-        guard = normalizers.Replace(GUARD, "")
-        self._parsing = _Encoder(
-            vocab, normalizers.Sequence([guard, vocab.normalizer]) if vocab.normalizer else guard, vocab.added)
-        ordinary = {i: token for i, token in vocab.added.items() if i not in vocab.special}
-        self._literal = _Encoder(vocab, vocab.normalizer, ordinary)
+
+    def prepare(self) -> None:
+        """Build now what encodes; else the first `encode` does. `CheckpointError` where the file is malformed."""
+        self.encode_batch([""])
 
     def encode(self, text: str, add_special: bool = False, parse_special: bool = False) -> np.ndarray:
         """Token ids, int32 [n]. add_special: with bos and eos where the model wants them. See the module for the rest.
@@ -74,7 +79,7 @@ class Tokenizer:
         """`encode` of several texts, on all cores."""
         for text in texts:
             check_text(text)
-        rows = (self._parsing if parse_special else self._literal).encode(texts)
+        rows = self._encoders[parse_special].encode(texts)
         if add_special:
             before = [self.bos_id] if self.add_bos else []
             after = [self.eos_ids[0]] if self.add_eos else []
@@ -127,6 +132,18 @@ class Tokenizer:
             raise RequestError(f"token id {id} is out of range: the vocabulary has {self.vocab_size} tokens")
 
     @cached_property
+    def _encoders(self) -> tuple[_Encoder, _Encoder]:
+        """For parse_special False and True."""
+        vocab, parts = self.vocab, self.vocab.parts()
+        guard = normalizers.Replace(GUARD, "")
+        guarded = normalizers.Sequence([guard, parts.normalizer]) if parts.normalizer else guard
+        ordinary = {i: token for i, token in vocab.added.items() if i not in vocab.special}
+        # A control token of one character cannot be broken by a guard inside it, so its text is never read as it.
+        parsed = {i: token for i, token in vocab.added.items() if i not in vocab.special or len(token.content) > 1}
+        return (_Encoder(parts, ordinary, self.vocab_size),
+                _Encoder(parts._replace(normalizer=guarded), parsed, self.vocab_size))
+
+    @cached_property
     def _pieces(self) -> list[bytes]:
         return _token_pieces(self.vocab)
 
@@ -156,18 +173,18 @@ class Tokenizer:
 class _Encoder:
     """One `tokenizers.Tokenizer` over a shared model, and the renumbering that its added tokens may need."""
 
-    def __init__(self, vocab: Vocab, normalizer: normalizers.Normalizer | None, added: dict[int, AddedToken]):
-        self.library = Library(vocab.model)
-        if normalizer is not None:
-            self.library.normalizer = normalizer
-        if vocab.pre_tokenizer is not None:
-            self.library.pre_tokenizer = vocab.pre_tokenizer
+    def __init__(self, parts: Parts, added: dict[int, AddedToken], size: int):
+        self.library = Library(parts.model)
+        if parts.normalizer is not None:
+            self.library.normalizer = parts.normalizer
+        if parts.pre_tokenizer is not None:
+            self.library.pre_tokenizer = parts.pre_tokenizer
         self.library.add_tokens(list(added.values()))
         # The library numbers tokens that its model lacks by itself, in the order they come.
         moved = {own: i for i, token in added.items() if (own := self.library.token_to_id(token.content)) != i}
         self.renumber = None
         if moved:
-            self.renumber = np.arange(max(len(vocab.texts), self.library.get_vocab_size()), dtype=np.int32)
+            self.renumber = np.arange(max(size, self.library.get_vocab_size()), dtype=np.int32)
             self.renumber[list(moved)] = list(moved.values())
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
