@@ -4,9 +4,10 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from isthmus.core.config import size_bytes
 from isthmus.core.errors import Overloaded, RequestError
 from isthmus.core.server.errors import as_request_error
-from isthmus.core.server.limits import MAX_DEPTH, nesting_depth, parse_object, size_bytes
+from isthmus.core.server.limits import MAX_DEPTH, nesting_depth, parse_object
 from isthmus.core.server.middleware import authorized, split_keys
 from starlette.testclient import TestClient
 

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from isthmus.core import env
 from isthmus.core.errors import CheckpointError, ConfigError
 from isthmus.core.weights import hub, sources, wheels
 from isthmus.core.weights.checkpoint import open_checkpoint
@@ -209,13 +210,13 @@ def test_a_revision_is_for_the_hub_only(name):
 
 def test_the_cache_folder(monkeypatch):
     monkeypatch.setenv("ISTHMUS_CACHE", "/some/where")
-    assert sources.cache_root() == Path("/some/where")
+    assert env.cache_dir() == Path("/some/where")
     monkeypatch.delenv("ISTHMUS_CACHE")
     monkeypatch.setattr(sources.sys, "platform", "linux")
     monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
-    assert sources.cache_root() == Path("/xdg/isthmus")
+    assert env.cache_dir() == Path("/xdg/isthmus")
     monkeypatch.delenv("XDG_CACHE_HOME")
-    assert sources.cache_root() == Path.home() / ".cache" / "isthmus"
+    assert env.cache_dir() == Path.home() / ".cache" / "isthmus"
 
 
 def test_the_list_says_what_is_here(root, registry, monkeypatch):

