@@ -147,17 +147,16 @@ def test_deep_tools_are_refused():
         render("{{ tools | tojson }}", tools=[deep])
 
 
-@pytest.mark.parametrize("name", ["messages_", "bos_token", "raise_exception", "range", "tokenize", "chat_template",
+@pytest.mark.parametrize("name", ["messages", "bos_token", "raise_exception", "range", "tokenize", "chat_template",
                                   "conversation", "self", "namespace", "_x", "not a name"])
 def test_variables_may_not_replace_the_templates_own(name):
-    if name == "messages_":
-        assert CHAT.render([user("x")], messages_=1) == CHAT.render([user("x")])
-        return
-    with pytest.raises(RequestError, match="may not set"):
-        CHAT._render([user("x")], None, True, False, {name: 1})
+    for use in (CHAT.render, CHAT.encode):
+        with pytest.raises(RequestError, match=f"may not set '{name}'"):
+            use([user("x")], **{name: 1})
 
 
 def test_variables_reach_the_template():
+    assert CHAT.render([user("x")], unused=1) == CHAT.render([user("x")])
     assert render("{{ enable_thinking }}{{ documents[0].title }}", enable_thinking=False,
                   documents=[{"title": "T"}]) == "FalseT"
 

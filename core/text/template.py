@@ -47,7 +47,7 @@ class ChatTemplate:
         except RequestError as error:
             self.problem = str(error)
 
-    def encode(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None,
+    def encode(self, messages: Sequence[Mapping[str, Any]], /, tools: Sequence[Mapping[str, Any]] | None = None,
                add_generation_prompt: bool = True, continue_final_message: bool = False, **kwargs: Any) -> np.ndarray:
         """The prompt's token ids, int32 [n]: control tokens from the template only, and exactly one bos if any.
 
@@ -63,7 +63,7 @@ class ChatTemplate:
             return ids[written - 1:]
         return np.append(np.int32(bos), ids) if self._tokenizer.add_bos else ids
 
-    def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None,
+    def render(self, messages: Sequence[Mapping[str, Any]], /, tools: Sequence[Mapping[str, Any]] | None = None,
                add_generation_prompt: bool = True, continue_final_message: bool = False, **kwargs: Any) -> str:
         """The prompt as text, for people.
 
