@@ -212,7 +212,7 @@ def test_the_cache_folder(monkeypatch):
     monkeypatch.setenv("ISTHMUS_CACHE", "/some/where")
     assert env.cache_dir() == Path("/some/where")
     monkeypatch.delenv("ISTHMUS_CACHE")
-    monkeypatch.setattr(sources.sys, "platform", "linux")
+    monkeypatch.setattr(env.sys, "platform", "linux")
     monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
     assert env.cache_dir() == Path("/xdg/isthmus")
     monkeypatch.delenv("XDG_CACHE_HOME")
