@@ -161,8 +161,7 @@ class FakeClient(EngineClient):
         cut, stop = min(cuts, default=(len(text), None))
         if params.include_stop and stop:
             cut += len(stop)
-        self._visible[submit.id] = (bytes(ids).decode("utf-8", "ignore"))[:cut] if stop else \
-            bytes(ids).decode("utf-8", "ignore")
+        self._visible[submit.id] = bytes(ids).decode("utf-8", "replace")[:cut if stop else None]
         decoder, plan, length = codecs.getincrementaldecoder("utf-8")(), [], 0
         for id in ids:
             length += len(decoder.decode(bytes([id])))
@@ -173,7 +172,7 @@ class FakeClient(EngineClient):
         if len(ids) < params.max_tokens:
             plan.append((END, length, "stop", str(END)))
         elif plan:
-            plan[-1] = (*plan[-1][:2], "length", None)
+            plan[-1] = (plan[-1][0], len(self._visible[submit.id]), "length", None)
         return plan
 
     def _prompt_scores(self, submit: Any, prompt: Any) -> Logprobs | None:

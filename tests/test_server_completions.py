@@ -184,6 +184,17 @@ def test_logprobs_of_split_characters_and_marks(made, http):
     assert scores["top_logprobs"][0] == {"a": -0.25, "b": -1.25}
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_character_cut_by_the_limit_belongs_to_the_last_token(made, http, stream):
+    made.client.text = "a\U0001F98A"
+    if stream:
+        parts = [c["logprobs"] for e in events(http, "hi", max_tokens=3, logprobs=0) for c in e["choices"]]
+        assert sum((p["tokens"] for p in parts), []) == ["a", "", "\ufffd"]
+    else:
+        choice = answer(http, "hi", max_tokens=3, logprobs=0)["choices"][0]
+        assert choice["logprobs"]["tokens"] == ["a", "", "\ufffd"] and choice["text"] == "a\ufffd"
+
+
 def test_hidden_marks_take_no_room_in_the_text(made, http):
     scores = answer(http, [START, 97], echo=True, logprobs=0, max_tokens=1)["choices"][0]
     assert scores["text"] == "ao" and scores["logprobs"]["text_offset"] == [0, 0, 1]

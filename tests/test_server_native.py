@@ -4,7 +4,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from isthmus.core.errors import IsthmusError
+from isthmus.core.errors import IsthmusError, Overloaded
 from isthmus.core.server.metrics import Metrics
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
@@ -50,7 +50,7 @@ def test_generate(made, http, body):
     assert meta.pop("e2e_latency") >= 0
     assert meta == {"id": "mine", "finish_reason": {"type": "length", "length": 4}, "prompt_tokens": 2,
                     "completion_tokens": 4, "cached_tokens": 1}
-    assert made.client.submits[0].id == "mine"
+    assert made.client.submits[0].id.startswith("mine")
 
 
 def test_generate_lists(http):
@@ -261,6 +261,14 @@ def test_latencies_and_ends_are_counted(http):
     assert ends == {"stop": 2, "length": 3, "abort": 0}
     statuses = {s.labels["status"]: s.value for s in found["isthmus_http_responses_total"]}
     assert statuses["200"] == 4 and statuses["400"] == 1
+
+
+@pytest.mark.parametrize("die_after,refuse", [(2, None), (None, Overloaded("full"))])
+def test_failures_are_counted_as_such(made, http, die_after, refuse):
+    made.client.die_after, made.client.refuse = die_after, refuse
+    assert http.post("/v1/completions", json={"prompt": "x"}).status_code in (429, 503)
+    ends = {s.labels["finish"]: s.value for s in samples(http)["isthmus_requests_finished_total"]}
+    assert ends == {"error": 1}
 
 
 def test_a_histogram_counts_bounds_as_prometheus_does():

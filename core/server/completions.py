@@ -128,7 +128,9 @@ class CompletionAnswer:
         if self.asked.echo and first:
             scores = choice.prompt_logprobs or Logprobs(b"", 0, b"", b"")
             parts.append(shape.add(choice.prompt.ids.tolist(), scores))
-        parts += [shape.add(unpack_ids(tokens).tolist(), values) for tokens, values in choice.scored if tokens]
+        scored = [(unpack_ids(tokens).tolist(), values) for tokens, values in choice.scored if tokens]
+        parts += [shape.add(ids, values, choice.finish is not None and i == len(scored) - 1)
+                  for i, (ids, values) in enumerate(scored)]
         return join(parts) if parts else None
 
     def _answer(self, choices: list[TextChoice], numbers: Any) -> Answer:

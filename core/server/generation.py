@@ -83,12 +83,9 @@ class Generation:
 
     def __init__(self, server: Server, id: str, prompts: Sequence[Prompt], n: int = 1, domain: bytes = b"",
                  priority: int = 0):
-        if id in server.running:
-            raise RequestError(f"request id {id!r} is in use", param="rid", status=400)
         self.server, self.id, self.prompts, self.n = server, id, prompts, n
         self.domain, self.priority = domain, priority
         self.choices = [Choice(prompt) for prompt in prompts for _ in range(n)]
-        self.started = time.time()
 
     def _submit(self, index: int, id: str) -> tuple[Submit, Watch]:
         prompt = self.choices[index].prompt
@@ -100,6 +97,8 @@ class Generation:
 
     async def outputs(self) -> AsyncIterator[tuple[int, TextOutput]]:
         """(choice, output) pairs as they come. Closing this early, or cancelling its task, aborts what still runs."""
+        if self.id in self.server.running:
+            raise RequestError(f"request id {self.id!r} is in use", param="rid")
         ids = [self.id] if len(self.choices) == 1 else [f"{self.id}-{i}" for i in range(len(self.choices))]
         self.server.running[self.id] = tuple(ids)
         try:
@@ -120,7 +119,7 @@ class Generation:
                     clock.output(output.completion_tokens)
                     finish = output.finish or finish
                     yield index, output
-        except RequestError:
+        except Exception:
             finish = "error"
             raise
         finally:

@@ -57,14 +57,15 @@ class LegacyShape:
         self.offset = 0
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def add(self, ids: list[int], logprobs: Logprobs) -> LegacyLogprobs:
-        """The next tokens. One more id than log-probabilities = the first of a prompt, which has none."""
+    def add(self, ids: list[int], logprobs: Logprobs, last: bool = False) -> LegacyLogprobs:
+        """The next tokens. One more id than log-probabilities = the first of a prompt, which has none. `last`: no
+        more will come, so what is left of a character shows as U+FFFD, as it does in the text."""
         shape = LegacyLogprobs([], [], [], [])
         values: Iterator[tuple[float | None, list[int], list[float]]] = rows(logprobs)
         for i, id in enumerate(ids):
             unscored = i == 0 and len(ids) * 4 > len(logprobs.chosen)
             value, best, top = (None, [], []) if unscored else next(values)
-            piece = self._piece(id)
+            piece = self._piece(id, last and i == len(ids) - 1)
             shape.tokens.append(piece)
             shape.token_logprobs.append(value)
             shape.top_logprobs.append(None if value is None else self._top(id, piece, value, best, top))
@@ -72,9 +73,9 @@ class LegacyShape:
             self.offset += 0 if id in self.hidden else len(piece)
         return shape
 
-    def _piece(self, id: int) -> str:
+    def _piece(self, id: int, last: bool) -> str:
         data = self.text.token_bytes(id)
-        return data.decode("utf-8", "replace") if id in self.hidden else self._decoder.decode(data)
+        return data.decode("utf-8", "replace") if id in self.hidden else self._decoder.decode(data, last)
 
     def _top(self, id: int, piece: str, value: float, best: list[int], top: list[float]) -> dict[str, float]:
         """The best tokens by text; the chosen one always is there, under the text it has in `tokens`."""
