@@ -60,7 +60,7 @@ def check_platform(name: str, candidate: Any) -> None:
 def load_platform(name: str, options: Mapping[str, str] | None = None) -> Any:
     """Import one platform and make its object (not probed yet).
 
-    Raises `Unavailable` when it does not exist or its library cannot be imported, `RegistrationError` when incomplete.
+    Raises `Unavailable` when it does not exist or its module cannot be imported, `RegistrationError` when incomplete.
     """
     found = list_platforms()
     if name not in found:
@@ -71,8 +71,9 @@ def load_platform(name: str, options: Mapping[str, str] | None = None) -> Any:
             candidate = entry.load()
         else:
             candidate = importlib.import_module(f"{__package__.rpartition('.')[0]}.platforms.{name}.platform").Platform
-    except ImportError as error:
-        raise Unavailable(f"--platform={name}: {error}") from error
+    except Exception as error:  # a broken library may raise anything while it is imported
+        reason = str(error) if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
+        raise Unavailable(f"--platform={name}: {reason}") from error
     check_platform(name, candidate)
     return candidate(dict(options or {}))
 

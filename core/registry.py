@@ -11,7 +11,7 @@ class RegistrationError(ValueError):
 
 
 def signature_gaps(candidate: type, contract: type, methods: tuple[str, ...]) -> list[str]:
-    """What `candidate` lacks of `contract`: missing methods, missing or extra required parameters. Empty = complete."""
+    """What `candidate` lacks of `contract`: methods, parameters or their order. Empty = complete."""
     gaps = []
     for name in methods:
         have = getattr(candidate, name, None)
@@ -24,10 +24,16 @@ def signature_gaps(candidate: type, contract: type, methods: tuple[str, ...]) ->
         missing = [p for p in want if p not in got and not open_ended]
         extra = [p.name for p in got.values() if p.name not in want and p.default is p.empty
                  and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+        shared = [p for p in got if p in want]
+        by_name = [p for p in shared if got[p].kind is got[p].KEYWORD_ONLY and want[p].kind is not got[p].kind]
         if missing:
             gaps.append(f"{name}() lacks the parameters {', '.join(missing)}")
         if extra:
             gaps.append(f"{name}() requires parameters that nobody passes: {', '.join(extra)}")
+        if by_name:
+            gaps.append(f"{name}() takes by name only what is passed by position: {', '.join(by_name)}")
+        elif shared != [p for p in want if p in got]:
+            gaps.append(f"{name}() takes its parameters in another order: {', '.join(shared)}")
     return gaps
 
 

@@ -101,9 +101,11 @@ class Platform:
         return step
 
     def copy_pages(self, state: State, src: Sequence[int], dst: Sequence[int]) -> State:
-        for array in (state.tokens, state.positions):
-            by_page = array.reshape(-1, state.page_size)
-            by_page[list(dst)] = by_page[list(src)]
+        def copy() -> None:
+            for array in (state.tokens, state.positions):
+                by_page = array.reshape(-1, state.page_size)
+                by_page[list(dst)] = by_page[list(src)]
+        self._worker.submit(copy).result()  # behind the steps that were launched before
         return state
 
     def close(self) -> None:

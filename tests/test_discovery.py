@@ -1,0 +1,144 @@
+"""Platforms are found by folder and by entry point, checked whole, and cost each other nothing."""
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from isthmus.core import discovery
+from isthmus.core.discovery import (
+    check_platform,
+    choose_platform,
+    list_platforms,
+    load_platform,
+    platform_root,
+    probe_all,
+)
+from isthmus.core.platform import INTERFACE_VERSION, Manifest, Unavailable
+from isthmus.core.registry import RegistrationError
+from isthmus.platforms.null.platform import Platform as Null
+
+VENDOR = """
+from dataclasses import replace
+from isthmus.platforms.null.platform import Platform as Null
+
+class Platform(Null):
+    def probe(self, rank=0, world=1):
+        return replace(super().probe(rank, world), name="acme", device="Acme 9000", rank=99)
+"""
+
+
+@pytest.fixture
+def install(tmp_path, monkeypatch):
+    """install(name, source): a package of its own that offers platform `name`. Of the folders, only null is listed."""
+    (tmp_path / "root" / "null").mkdir(parents=True)
+    (tmp_path / "root" / "null" / "platform.py").touch()
+    monkeypatch.setattr(discovery, "platform_root", lambda: tmp_path / "root")
+
+    def make(name: str, source: str) -> None:
+        module = f"isthmus_{name}_{tmp_path.name.replace('-', '_')}"
+        folder: Path = tmp_path / name
+        info = folder / f"isthmus_{name}-1.0.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: isthmus-{name}\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(f"[isthmus.platforms]\n{name} = {module}:Platform\n")
+        (folder / f"{module}.py").write_text(source)
+        monkeypatch.syspath_prepend(str(folder))
+    return make
+
+
+def test_folders_are_listed_without_an_import():
+    loaded = set(sys.modules)
+    names = set(list_platforms())
+    assert {"null", "reference", "cpu"} <= names
+    assert not [m for m in set(sys.modules) - loaded if m.startswith("isthmus.platforms.")]
+    assert (platform_root() / "null" / "platform.py").exists()
+
+
+def test_a_vendor_platform_is_found_loaded_and_preferred(install):
+    install("acme", VENDOR)
+    assert list_platforms()["acme"].source == "package isthmus-acme"
+    assert load_platform("acme", {"vocab": "7"}).probe().device == "Acme 9000"
+    name, reason = choose_platform()
+    assert name == "acme" and reason == "Acme 9000 is the fastest found; others: null (also here)"
+
+
+@pytest.mark.parametrize(("source", "reason"), [
+    ("import no_such_library", "No module named 'no_such_library'"),
+    ("raise OSError('libacme.so: cannot open shared object file')", "OSError: libacme.so: cannot open"),
+    ("x = 1", "AttributeError: .* has no attribute 'Platform'"),
+    ("def Platform(options): pass", "`Platform` must be a class"),
+    ("class Platform: pass", "is incomplete"),
+    ("class Platform:\n    raise RuntimeError('driver crashed')", "RuntimeError: driver crashed"),
+])
+def test_a_broken_platform_costs_no_other_anything(install, source, reason):
+    install("acme", VENDOR)
+    install("broken", source)
+    with pytest.raises((Unavailable, RegistrationError), match=reason) as caught:
+        load_platform("broken")
+    assert "broken" in str(caught.value)
+    probed = probe_all()
+    assert isinstance(probed["null"], Manifest) and isinstance(probed["acme"], Manifest)
+    assert isinstance(probed["broken"], Exception)
+    assert choose_platform()[0] == "acme" and "broken (" in choose_platform()[1]
+    assert load_platform("null").probe().name == "null"
+
+
+def test_a_platform_that_cannot_run_here_gives_its_reason(install):
+    install("acme", VENDOR.replace("return", "from isthmus.core.platform import Unavailable\n"
+                                             "        raise Unavailable('no Acme driver')\n        return"))
+    name, reason = choose_platform()
+    assert name == "null" and reason == "no device is the fastest found; others: acme (no Acme driver)"
+
+
+def test_one_name_from_two_sources(install):
+    install("null", VENDOR)
+    with pytest.raises(RegistrationError, match="platform 'null' is offered by folder and by package isthmus-null: "
+                                                "uninstall one of them"):
+        list_platforms()
+
+
+def test_an_unknown_name_lists_those_there_are(install):
+    install("acme", VENDOR)
+    with pytest.raises(Unavailable, match="--platform=warp: there is no such platform; found: acme, null"):
+        load_platform("warp")
+
+
+def test_nothing_can_run_here(install, monkeypatch):
+    monkeypatch.setattr(discovery, "probe_all", lambda options: {"a": Unavailable("no driver"), "b": OSError("gone")})
+    with pytest.raises(Unavailable, match="no platform can run here. a: no driver; b: gone"):
+        choose_platform()
+
+
+def test_an_incomplete_class_is_told_all_its_gaps_at_once():
+    class Platform:
+        interface_version = INTERFACE_VERSION + 1
+
+        def probe(self):
+            pass
+
+        def supports(self, op):
+            pass
+
+        def alloc(self, pages, spec):
+            pass
+
+        def copy_pages(self, state, src, dst, stream):
+            pass
+
+    with pytest.raises(RegistrationError) as caught:
+        check_platform("acme", Platform)
+    message = str(caught.value)
+    assert message.startswith("platform 'acme' is incomplete: ")
+    for gap in ("probe() lacks the parameters rank, world", "supports() lacks the parameters case",
+                "load(self, raws", "compile(self, forward",
+                "alloc() takes its parameters in another order: self, pages, spec",
+                "copy_pages() requires parameters that nobody passes: stream",
+                f"interface_version is {INTERFACE_VERSION + 1}, this core serves {INTERFACE_VERSION}"):
+        assert gap in message, gap
+
+
+def test_a_complete_class_passes():
+    check_platform("null", Null)
+    with pytest.raises(RegistrationError, match="`Platform` must be a class, not 3"):
+        check_platform("acme", 3)
