@@ -17,7 +17,7 @@ from ...core.platform import AttentionSpec, Batch, LayerState
 
 HUGE = 2 << 20  # bytes of a huge page
 QUERIES = 256   # queries of a soft-capped prefill whose scores are held at once
-GROUP_WASTE = 1.25  # longest context of a decode group over its shortest, in pages
+GROUP_WASTE = 1.25  # longest context of a decode group over its shortest
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
@@ -61,22 +61,23 @@ class DecodeGroup:
     """Rows of one token each with similar contexts. rows: their numbers, or a slice when they are neighbours."""
 
     rows: torch.Tensor | slice
-    table: torch.Tensor   # [rows * pages], flat page numbers
-    hidden: torch.Tensor  # [rows, 1, 1, pages * page_size] bool: not to be seen
+    slots: torch.Tensor   # [rows * context], where K and V of the positions lie
+    hidden: torch.Tensor  # [rows, 1, 1, context] bool: not to be seen
     masks: dict[torch.dtype, torch.Tensor] = field(default_factory=dict)
     buffer: torch.Tensor | None = None
 
     def gather(self, cache: LayerCache) -> torch.Tensor:
         """K and V of the group, [rows, context, 2, kv_heads, head_dim]; the memory is reused by the next layer."""
-        if self.buffer is None or self.buffer.shape[1:] != cache.pages.shape[1:]:
-            self.buffer = torch.empty((len(self.table), *cache.pages.shape[1:]), dtype=cache.pages.dtype)
-        torch.index_select(cache.pages, 0, self.table, out=self.buffer)
-        return self.buffer.view(len(self.hidden), -1, *cache.pages.shape[2:])
+        tokens = cache.pages.flatten(0, 1)
+        if self.buffer is None or self.buffer.shape[1:] != tokens.shape[1:]:
+            self.buffer = torch.empty((len(self.slots), *tokens.shape[1:]), dtype=tokens.dtype)
+        torch.index_select(tokens, 0, self.slots, out=self.buffer)
+        return self.buffer.view(len(self.hidden), -1, *tokens.shape[1:])
 
 
 @dataclass
 class PrefillRow:
-    """One row of several tokens. tokens: where its queries are. kv: its slots from `base` on, or a slice of pages."""
+    """One row of several tokens. tokens: where its queries are. context: slots it may read, from the first page."""
 
     tokens: slice
     pages: torch.Tensor | slice
@@ -124,33 +125,27 @@ class AttentionPlan:
         return attend(folded, k, v, spec, row).permute(2, 1, 0, 3).reshape(q.shape)
 
     def _decode_groups(self, window: int | None) -> Iterator[DecodeGroup]:
-        """Groups in order of length, each at most `GROUP_WASTE` times as long as its shortest row."""
+        """Groups in order of context, each at most `GROUP_WASTE` times as long as its shortest row."""
         lengths = self.batch.lengths[:self.decodes].astype(np.int64)
-        first = np.zeros_like(lengths) if window is None else np.maximum(0, lengths - window) // self.page_size
-        need = -(-lengths // self.page_size) - first
-        order = np.argsort(need, kind="stable")
+        seen = lengths if window is None else np.minimum(lengths, window)
+        order = np.argsort(seen, kind="stable")
         start = 0
         while start < len(order):
-            shortest = need[order[start]]
-            stop = int(np.searchsorted(need[order], max(shortest * GROUP_WASTE, shortest + 2), "right"))
+            shortest = seen[order[start]]
+            stop = int(np.searchsorted(seen[order], max(shortest * GROUP_WASTE, shortest + 32), "right"))
             rows = np.sort(order[start:stop])
-            yield self._group(rows, first[rows], need[rows], window)
+            yield self._group(rows, lengths[rows, None], seen[rows, None])
             start = stop
 
-    def _group(self, rows: np.ndarray, first: np.ndarray, need: np.ndarray, window: int | None) -> DecodeGroup:
-        width = int(need.max())
-        # Shorter rows repeat their own last page: page 0 holds anything, and hidden values must still be finite.
-        columns = first[:, None] + np.minimum(np.arange(width), need[:, None] - 1)
-        table = np.take_along_axis(self.batch.pages[rows], columns, 1)
-        at = first[:, None] * self.page_size + np.arange(width * self.page_size)
-        lengths = self.batch.lengths[rows, None]
-        hidden = at >= lengths
-        if window is not None:
-            hidden |= at < lengths - window
+    def _group(self, rows: np.ndarray, lengths: np.ndarray, seen: np.ndarray) -> DecodeGroup:
+        places = np.arange(int(seen.max()))
+        # Shorter rows repeat their last token: what lies elsewhere may be NaN, and hidden values must be finite.
+        positions = lengths - seen + np.minimum(places, seen - 1)
+        pages = np.take_along_axis(self.batch.pages[rows], positions // self.page_size, 1).astype(np.int64)
+        slots = pages * self.page_size + positions % self.page_size
         together = len(rows) == rows[-1] - rows[0] + 1
         return DecodeGroup(slice(int(rows[0]), int(rows[-1]) + 1) if together else torch.from_numpy(rows),
-                           torch.from_numpy(table.astype(np.int64).reshape(-1)),
-                           torch.from_numpy(hidden)[:, None, None])
+                           torch.from_numpy(slots.reshape(-1)), torch.from_numpy(places >= seen)[:, None, None])
 
     def _prefill_rows(self, window: int | None) -> Iterator[PrefillRow]:
         for row in np.flatnonzero(self.counts[self.decodes:]) + self.decodes:

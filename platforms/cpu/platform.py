@@ -89,10 +89,8 @@ class Platform:
     def alloc(self, spec: StateSpec, pages: int) -> State:
         if spec.dtype not in DTYPES:
             raise Unsupported(f"K and V in {spec.dtype!r}: the cpu platform keeps {' or '.join(DTYPES)}")
-        with torch.inference_mode():
-            caches = tuple(LayerCache.allocate(pages, spec.page_size, layer, DTYPES[spec.dtype])
-                           for layer in spec.layers)
-            return State(spec, caches, torch.zeros(spec.seqs, dtype=torch.int64))
+        caches = tuple(LayerCache.allocate(pages, spec.page_size, layer, DTYPES[spec.dtype]) for layer in spec.layers)
+        return State(spec, caches, torch.zeros(spec.seqs, dtype=torch.int64))
 
     def compile(self, forward: Callable[[Ops, Any, Batch], Any], weights: Any, bucket: Bucket | None) -> EagerStep:
         return EagerStep(forward, weights, self._ready())

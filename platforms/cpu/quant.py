@@ -15,6 +15,9 @@ GROUP = 32
 # Format -> 4-bit digits of a code. Two digits are two columns of the same kernel: code = 16 * high + low.
 DIGITS = {"q4_0": 1, "q4_1": 1, "q8_0": 2}
 KEPT = tuple(DIGITS)
+MANY = 256       # tokens from which expanding int4 weights pays, measured with AVX-512
+PIECE = 1 << 21  # weights expanded at once: bounds the buffer, and fits the cache
+LANES = 64       # outputs in a block of torch's int4 layout with AVX-512
 
 _reorder = torch.ops.mkldnn._reorder_linear_weight
 _dense_product = torch.ops.mkldnn._linear_pointwise.default
@@ -68,11 +71,12 @@ class Table(Dense):
 class Int4Groups:
     """w = scale * code + minimum with 4-bit digits of codes in torch's int4 layout, one scale and zero per group of 32.
 
-    torch computes scale * (digit - 8) + zero with scale and zero in bf16 and sums in float32.
+    torch computes scale * (digit - 8) + zero with scale and zero in bf16 and sums in float32. Its kernel is made for
+    few tokens; for `MANY` and more the weights are expanded piece by piece.
     """
 
     def __init__(self, codes: np.ndarray, scale: np.ndarray, minimum: np.ndarray, digits: int) -> None:
-        self.digits = digits
+        self.digits, self.outputs = digits, len(codes)
         if digits == 1:
             columns = [(codes, scale, minimum + 8 * scale)]
         else:
@@ -80,12 +84,37 @@ class Int4Groups:
         stacked, scales, zeros = (torch.from_numpy(np.concatenate(part, 1)) for part in zip(*columns, strict=True))
         self.packed = _pack_int4(stacked.to(torch.int32), 1)
         self.scales = torch.stack([scales.T, zeros.T], -1).to(torch.bfloat16).contiguous()
+        # The layout is torch's own affair and differs by processor: expand only what is known to be understood.
+        self.expandable = self.outputs % LANES == 0 and torch.equal(self._digits(0, self.outputs), stacked.T)
 
     def product(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """[T, in] -> [T, out]."""
-        x = x.contiguous() if self.digits == 1 else torch.cat((x, x), 1)
-        out = _int4_product(x, self.packed, GROUP, self.scales)
+        if self.expandable and len(x) >= MANY:
+            out = self._expanded_product(x)
+        else:
+            x = x.contiguous() if self.digits == 1 else torch.cat((x, x), 1)
+            out = _int4_product(x, self.packed, GROUP, self.scales)
         return out if bias is None else out + bias
+
+    def _expanded_product(self, x: torch.Tensor) -> torch.Tensor:
+        # Without a matrix unit the processor multiplies float32 about twice as fast as bf16.
+        wide = x if torch.cpu._is_amx_tile_supported() else x.float()
+        step = max(LANES, PIECE // x.shape[1] // LANES * LANES)
+        pieces = [(wide @ self._expand(start, min(start + step, self.outputs), wide.dtype)).to(x.dtype)
+                  for start in range(0, self.outputs, step)]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)
+
+    def _expand(self, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
+        """Values of some outputs, [in, stop - start]."""
+        scale, zero = self.scales[:, None, start:stop].to(torch.float32).unbind(-1)
+        digits = self._digits(start, stop).view(-1, GROUP, stop - start).to(torch.float32).sub_(8)
+        values = torch.addcmul(zero, digits, scale).view(self.digits, -1, stop - start)
+        return (values[0] if self.digits == 1 else values.sum(0)).to(dtype)
+
+    def _digits(self, start: int, stop: int) -> torch.Tensor:
+        """Digits of some outputs, [digits * in, outputs], out of torch's blocks: 64 outputs, two to a byte."""
+        block = self.packed.view(self.outputs // LANES, -1, LANES // 2)[start // LANES:stop // LANES]
+        return torch.cat((block & 15, block >> 4), -1).transpose(0, 1).reshape(-1, stop - start)
 
     def __str__(self) -> str:
         return f"int{4 * self.digits} groups of {GROUP} (torch int4pack{', two digits' if self.digits == 2 else ''})"

@@ -1,4 +1,4 @@
-"""From logits to tokens in the order that `Sampling` states: all rows at once, and only the work that some row needs."""
+"""From logits to tokens in the order that `Sampling` states: all rows at once, and only the work a row asks for."""
 from __future__ import annotations
 
 import numpy as np
