@@ -90,3 +90,11 @@ def test_gguf_in_mixed_formats(kind, platform):
     run = Runner(platform, path, "f32", page_size=4)
     close(run.logits((1, tokens(45)[:20]))[0], want[:20])
     close(run.logits((1, tokens(45)[20:]))[0], want[20:])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bfloat16_is_as_close_as_its_digits_allow(kind):
+    run, text, want = Runner("cpu", tiny_model(kind), "bf16", page_size=4), tokens(45), expected(kind, 45)
+    steps = [text[:40]] + [[token] for token in text[40:]]
+    have = np.concatenate([run.logits((1, step))[0] for step in steps])
+    assert np.mean((have - want) ** 2) < 3e-3 * np.mean(want ** 2)
