@@ -269,6 +269,9 @@ BIG = "{% set x = 'a' * 100000 %}"
     "{{ '\t'.expandtabs(10**9) }}", "{{ '%1000000000d' % 1 }}", "{{ '%*d' % (10**9, 1) }}",
     "{{ '{:>9999999}'.format(1) }}", "{{ '{:{}}'.format(1, 10**9) }}", "{{ '%1000000000d' | format(1) }}",
     "{{ (1).to_bytes(10**9, 'big') }}",
+    "{{ ('{' + ':' * 4000000 + '{').format(1) }}", "{{ ('%' + ' ' * 4000000 + '*') % 1 }}",
+    BIG + "{{ (x * 9).rfind(x ~ 'b' ~ x) }}", BIG + "{{ (x * 9).strip('b' * 100000 ~ 'a') }}",
+    BIG + "{{ (x * 9) | trim('b' * 100000 ~ 'a') }}", BIG + "{{ (x * 9).rsplit(x ~ 'b' ~ x) }}",
     BIG + "{{ x.replace('a', x) }}", BIG + "{{ x | replace('a', x) }}", BIG + "{{ range(99999) | join(x) }}",
     BIG + "{{ x.join(range(99999) | map('string')) }}", BIG + "{{ x.translate({97: x}) }}",
     "{{ ('a\n' * 100000) | indent(100000) }}", "{{ [1] | batch(10**9, 'x') | list }}",
@@ -313,6 +316,7 @@ def test_output_is_bounded():
     ("{{ 'a' | center(5) }}", "  a  "),
     ("{{ 2 ** 10 }}{{ 'ab' * 2 }}{{ [1] + [2] }}", "1024abab[1, 2]"), ("{{ 'a\nb' | indent(2) }}", "a\n  b"),
     ("{{ [1, 2] | sum }}{{ ['a', 'b'] | join('-') }}", "3a-b"), ("{{ ', '.join(['a', 'b']) }}", "a, b"),
+    ("{{ 'a</think>b'.rsplit('</think>')[-1].strip(' ') }}{{ ' x ' | trim }}", "bx"),
     ("{{ {'a': (1, 2)} | tojson }}", '{"a": [1, 2]}'), ("{{ range(3) | batch(2) | list }}", "[[0, 1], [2]]"),
 ])
 def test_ordinary_use_is_not_in_the_way(source, text):

@@ -38,9 +38,11 @@ MAX_BITS = 1 << 12      # in an integer
 MAX_INDENT = 64         # spaces per level of JSON
 
 # Formats that pad to more than 999 characters, or to a width that an argument gives.
-_WIDE = {"%": re.compile(r"%[^%a-zA-Z]*(\d{4}|\*)"), "{": re.compile(r"\{[^{}]*:[^{}]*(\d{4}|\{)")}
-_DROPPED_FILTERS = ("urlize", "wordwrap", "xmlattr", "pprint")
-_UNBOUNDED_METHODS = ("translate", "maketrans", "to_bytes")
+_WIDE = {"%": re.compile(r"%[^%a-zA-Z]*(\d{4}|\*)"), "{": re.compile(r"\{[^{}:]*:[^{}]*(\d{4}|\{)")}
+_DROPPED_FILTERS = ("urlize", "wordwrap", "xmlattr", "pprint", "striptags")
+_UNBOUNDED_METHODS = ("translate", "maketrans", "to_bytes", "striptags")
+# Methods of strings that take time as the product of both lengths, in steps of some 64 characters.
+_QUADRATIC_METHODS = ("rfind", "rindex", "rpartition", "rsplit", "strip", "lstrip", "rstrip", "trim")
 
 
 class LimitError(Exception):
@@ -254,11 +256,13 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         self.budget.pay(len(template) + template.count(sign) * (self.budget.weigh(values) + 1000))
 
     def _pay_method(self, text: Any, name: str, args: tuple) -> tuple:
-        """Pay for methods of strings whose result can be much longer than the string."""
+        """Pay for methods of strings that make or take much more than the string is long."""
         if name in ("center", "ljust", "rjust", "zfill", "expandtabs") and args and isinstance(args[0], int):
             self.budget.pay(abs(args[0]) * (1 + text.count("\t") if name == "expandtabs" else 1))
         elif name == "replace" and len(args) > 1:
             self._pay_replace(text, args[0], args[1])
+        elif name in _QUADRATIC_METHODS and args:
+            self.budget.pay(len(text) * _size(args[0]) // 64)
         elif name == "join" and len(args) == 1:
             items = self._listed(args[0])
             self.budget.pay(sum(map(_size, items)) + len(items) * len(text))
@@ -287,6 +291,8 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
             value = args[skip] if len(args) > skip else None
             if name in ("center", "indent", "batch", "slice"):
                 self._pay_layout(name, value, [*args[skip + 1:], *kwargs.values()])
+            elif name == "trim":
+                self._pay_method(str(value), name, (*args[skip + 1:], *kwargs.values()))
             elif name == "replace":
                 old, new = [*args[skip + 1:], *kwargs.values(), "", ""][:2]
                 self._pay_replace(str(value), str(old), str(new))
@@ -297,9 +303,8 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
                 args = (*args[:skip], items, *args[skip + 1:])
             elif name == "format":
                 self._pay_format(str(value), [*args[skip + 1:], *kwargs.values()], "%")
-            elif name == "sum" and not all(isinstance(a, int | float | str | None) for a in [*args[skip + 1:],
-                                                                                            *kwargs.values()]):
-                raise LimitError("it adds up something other than numbers")
+            elif name == "sum" and any(isinstance(a, list | tuple) for a in [*args[skip + 1:], *kwargs.values()]):
+                raise LimitError("it adds up lists, which takes quadratic time")
             return self.budget.made(function(*args, **kwargs))
 
         return bounded
