@@ -194,6 +194,8 @@ def test_default_length_is_the_rest_of_the_context(made, http):
     assert submit.params.max_tokens == 512 - len(submit.prompt) // 4
     answer(http, max_tokens=None, max_completion_tokens=7)
     assert made.client.submits[-1].params.max_tokens == 7
+    answer(http, max_tokens=6, max_completion_tokens=None)
+    assert made.client.submits[-1].params.max_tokens == 6
 
 
 def test_content_parts_equal_the_string(made, http):

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
 import pytest
 from isthmus.core.config import size_bytes
@@ -251,6 +252,24 @@ def test_what_nobody_foresaw_is_a_bare_500(made, http, stream, caplog):
     error = error_of(http.post(CHAT, json={**BODY, "stream": stream}), 500)
     assert error["code"] == "internal_error" and "secret" not in error["message"]
     assert "secret detail" in caplog.text
+
+
+@pytest.mark.parametrize("body", [
+    {"prompt": {f"k{i}": "x" * 100 for i in range(50_000)}}, {"prompt": [["x" * 10**6] * 3, 1]},
+    {"prompt": list(range(10**6))}, {"prompt": "x", "logit_bias": {"k" * 10**6: 1}},
+    {"prompt": "x", "logit_bias": {str(i): "x" for i in range(10**5)}}, {"prompt": "x", "stop": ["x" * 10] * 10**5},
+    {"prompt": "x", "stop_token_ids": [-1] * 10**6}, {"prompt": "x", "seed": "9" * 10**6},
+    {"messages": [{"role": "user", "content": ""}] * 10**5}, {"messages": [{"role": "u" * 10**6}]},
+    {"messages": [], "chat_template_kwargs": {"k" * 10**6: 1}},
+    {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"k-" * 10**6: 1}}],
+    ids=lambda b: list(b)[-1])
+def test_large_nonsense_is_answered_soon_and_shortly(made, http, body):
+    import time
+    path, data = CHAT if "messages" in body else COMPLETIONS, json.dumps(body)
+    start = time.process_time()
+    response = http.post(path, content=data, headers=JSON)
+    assert error_of(response, 400) and len(response.content) < 4000
+    assert time.process_time() - start < 2 and not made.client.submits
 
 
 def test_unknown_exceptions_never_leak():

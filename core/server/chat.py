@@ -51,6 +51,7 @@ async def start(server: Server, asked: ChatRequest) -> Generation:
     bounds, n = server.bounds, asked.n or 1
     check_choices(1, n, bounds)
     logprobs = wanted_logprobs(asked)
+    check_size(len(asked.messages), bounds, "messages")
     messages, size = parse_messages(asked.messages)
     check_size(server.text.least_tokens(size), bounds, "messages")
     ids = await server.text.encode_chat(

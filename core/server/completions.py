@@ -67,6 +67,7 @@ async def read_prompt(server: Server, asked: CompletionRequest, param: str, part
         if not len(ids):
             raise invalid(param, "is empty: at least one token is needed")
     else:
+        check_size(len(part), bounds, param)
         ids, text = check_ids(part, bounds, param), ""
         if asked.echo:
             text = await server.text.decode(ids, asked.skip_special_tokens is not False)

@@ -2,7 +2,9 @@
 from __future__ import annotations
 
 import logging
+import reprlib
 from collections.abc import Mapping
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -18,6 +20,9 @@ STATUS_CODES = {400: "invalid_request", 401: "invalid_api_key", 404: "not_found"
                 413: "request_too_large", 415: "unsupported_media_type", 429: "overloaded", 431: "headers_too_large",
                 503: "unavailable"}
 ABORTED = "aborted"
+SHOWN = 100  # characters of a client's value in a message
+SHORT = reprlib.Repr()
+SHORT.maxlevel, SHORT.maxstring, SHORT.maxother = 3, SHOWN, SHOWN
 
 
 class ErrorBody(msgspec.Struct):
@@ -30,20 +35,22 @@ class ErrorBody(msgspec.Struct):
 
 
 def field_path(loc: tuple[Any, ...]) -> str:
-    """A pydantic location as OpenAI writes it: ("messages", 0, "role") -> "messages[0].role"."""
+    """A pydantic location as OpenAI writes it: ("messages", 0, "role") -> "messages[0].role". Keys are cut short."""
     path = ""
     for part in loc:
         if isinstance(part, int):
             path += f"[{part}]"
         else:
-            path += f".{part}" if path else str(part)
+            path += f".{part[:SHOWN]}" if path else part[:SHOWN]
     return path
 
 
-def shown(value: Any, limit: int = 80) -> str:
-    """A value for a message, cut to `limit` characters. Only the beginning of a long text or list is ever formatted."""
-    text = repr(value[:limit] if isinstance(value, (str, list, bytes)) else value)
-    return text if len(text) <= limit else text[:limit] + "..."
+def shown(value: Any) -> str:
+    """A value for a message: only the beginning of what is long or deep, which is also all that is looked at."""
+    if isinstance(value, dict):
+        value = dict(islice(value.items(), SHORT.maxdict + 1))
+    text = SHORT.repr(value)
+    return text if len(text) <= SHOWN else text[:SHOWN] + "..."
 
 
 def validation_error(error: pydantic.ValidationError) -> RequestError:

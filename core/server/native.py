@@ -65,6 +65,7 @@ async def read_prompt(server: Server, asked: GenerateRequest, fields: SamplingFi
     if isinstance(part, str):
         check_size(server.text.least_tokens(len(part)), bounds, param)
         part = (await server.text.encode(part)).tolist()
+    check_size(len(part), bounds, param)
     ids = check_ids(part, bounds, param)
     if fields.max_tokens == 0:
         raise invalid("sampling_params.max_new_tokens", "must be at least 1")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, StrictInt
+from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, StrictInt, model_validator
 
 from ..errors import RequestError
 from .limits import MAX_BIAS, MAX_STOP_CHARS, MAX_STOP_IDS, MAX_STOPS, MAX_TEXT
@@ -24,9 +24,14 @@ ShortText = Annotated[str, Field(max_length=MAX_TEXT)]
 
 
 class Body(BaseModel):
-    """No coercion between types: "0.5" is not a number and true is not 1."""
+    """No coercion between types: "0.5" is not a number and true is not 1. null is the same as an absent field."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, data: Any) -> Any:
+        return {key: value for key, value in data.items() if value is not None} if isinstance(data, dict) else data
 
 
 class StreamOptions(Body):
