@@ -43,7 +43,7 @@ def test_whole_prefill_then_decode(kind, platform, dtype):
         close(run.logits((1, text[i:i + 1]))[0], want[i:i + 1])
 
 
-@pytest.mark.parametrize("size", [2, 5, 16])
+@pytest.mark.parametrize("size", [3, 16])
 @pytest.mark.parametrize("kind,platform,dtype", CASES)
 def test_chunked_prefill(kind, platform, dtype, size):
     run, text = runner(kind, platform, dtype), tokens(45)

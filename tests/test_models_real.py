@@ -17,10 +17,10 @@ from .harness import Runner
 
 COUNT, PROMPT = 64, 8
 LOGIT_ERROR = 5e-3  # float32 sums in another order, through 30 layers, on logits of up to 60
-OPENINGS = ["The history of {} begins a long time ago, in", "My grandmother always said that {} would one day",
-            "A short and simple guide to {} for beginners:", "Scientists who have studied {} for many years found",
-            "Question: why do so many people like {}? Answer:", "Once upon a time, long before {} was known,",
-            "The three most important facts about {} are these:", "In the summer of 1923 the price of {}"]
+OPENINGS = ["The history of {} begins a long time ago, in", "Why {} matters, explained in one short paragraph:",
+            "A guide to {} for those who know nothing:", "Scientists who studied {} for years found that",
+            "Do people like {}? Most of them answer that", "Long before {} was known to anyone, there",
+            "Three facts about {} are surprising: first,", "Suddenly {} cost more than ever, because the"]
 TOPICS = ["bread", "chess", "steam engines", "the moon"]
 
 
@@ -63,6 +63,7 @@ def test_greedy_tokens(name):
         model, tokenizer = hf_from(checkpoint), load_tokenizer(checkpoint)
     texts = [opening.format(topic) for opening in OPENINGS for topic in TOPICS]
     prompts = np.array([tokenizer.encode(text, add_special=True)[:PROMPT] for text in texts])
+    assert len({tuple(prompt) for prompt in prompts.tolist()}) == 32
     run = Runner("cpu", path, "f32", pages=400, seqs=80, page_size=16)
     have, want = run.greedy(prompts, COUNT), hf_greedy(model, prompts, COUNT)
     error, _ = logit_error(run, model, [*prompts[0], *want[0, :-1]], seq=40)
