@@ -121,12 +121,12 @@ class DetokenizerState:
 
 
 def load_tokenizer_of(config: Any) -> Any:
-    """The tokenizer of the configured model."""
+    """The tokenizer of the configured model, without its encoder, which a detokenizer does not need."""
     from ..text.tokenizer import load_tokenizer
     from ..weights.checkpoint import open_checkpoint
     from ..weights.sources import resolve_model
     with open_checkpoint(resolve_model(config.model.model, config.model.revision)) as checkpoint:
-        return load_tokenizer(checkpoint)
+        return load_tokenizer(checkpoint, encodes=False)
 
 
 def serve(start: Start, context: zmq.Context, api: zmq.Socket) -> None:
