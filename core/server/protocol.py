@@ -15,7 +15,16 @@ from .limits import MAX_BIAS, MAX_STOP_CHARS, MAX_STOP_IDS, MAX_STOPS, MAX_TEXT
 INT64 = 2**63
 
 
-def _stop_list(value: Any) -> Any:
+def _at_most(limit: int) -> BeforeValidator:
+    """Counts the entries of a list or object before any of them is looked at."""
+    def check(value: Any) -> Any:
+        if isinstance(value, (list, dict)) and len(value) > limit:
+            raise ValueError(f"has {len(value)} entries, at most {limit} are allowed")
+        return value
+    return BeforeValidator(check)
+
+
+def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
@@ -55,9 +64,9 @@ class SamplingFields(Body):
     repetition_penalty: float | None = Field(None, gt=0, le=10)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(None, max_length=MAX_BIAS)
-    stop: Annotated[list[StopString], BeforeValidator(_stop_list), Field(max_length=MAX_STOPS)] | None = None
-    stop_token_ids: list[int] | None = Field(None, max_length=MAX_STOP_IDS)
+    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], _at_most(MAX_BIAS)] | None = None
+    stop: Annotated[list[StopString], _at_most(MAX_STOPS), BeforeValidator(_as_list)] | None = None
+    stop_token_ids: Annotated[list[int], _at_most(MAX_STOP_IDS)] | None = None
     include_stop_str_in_output: bool | None = Field(None, validation_alias=AliasChoices(
         "include_stop_str_in_output", "no_stop_trim"))
     ignore_eos: bool | None = None
