@@ -55,11 +55,14 @@ class CacheMachine(RuleBasedStateMachine):
     # ---- rules
 
     @rule(base=st.integers(0, 30), cut=st.integers(0, 12), more=st.lists(st.integers(0, 2), min_size=1, max_size=9),
-          domain=st.sampled_from(DOMAINS))
-    def start(self, base: int, cut: int, more: list[int], domain: bytes) -> None:
-        """Extend something seen before, perhaps in another domain."""
+          domain=st.sampled_from(DOMAINS), times=st.integers(1, 2))
+    def start(self, base: int, cut: int, more: list[int], domain: bytes, times: int) -> None:
+        """Extend something seen before, perhaps in another domain, perhaps twice at once."""
         tokens, _ = self.history[base % len(self.history)]
-        self._start(tokens[:max(0, len(tokens) - cut)] + more, domain)
+        for _ in range(times):
+            owner = self._start(tokens[:max(0, len(tokens) - cut)] + more, domain)
+            if owner and times > 1:
+                self._commit(owner, len(self.live[owner].tokens))
 
     @rule(base=st.integers(0, 30), keep=st.integers(0, 40), tail=st.integers(3, 6))
     def fork(self, base: int, keep: int, tail: int) -> None:
