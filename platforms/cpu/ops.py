@@ -61,13 +61,15 @@ class Ops:
         return weight.product(x, None if bias is None else bias.cast)
 
     def rms_norm(self, x: torch.Tensor, weight: Vector, eps: float) -> torch.Tensor:
-        wide = x.float()
-        scale = torch.rsqrt_(wide.square().mean(-1, keepdim=True).add_(eps))
-        return (wide * scale).mul_(weight.values).to(x.dtype)
+        wide = x.to(torch.float32, copy=True)
+        norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        scale = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        return wide.mul_(scale).mul_(weight.values).to(x.dtype)
 
     def rope(self, x: torch.Tensor, spec: RopeSpec) -> torch.Tensor:
         cos, sin = self.turns.get(spec) or self._turn(spec)
-        return (x * cos).addcmul_(x.roll(x.shape[-1] // 2, -1), sin).to(x.dtype)
+        wide = x.float()
+        return (wide * cos).addcmul_(wide.roll(x.shape[-1] // 2, -1), sin).to(x.dtype)
 
     def attention(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int,
                   spec: AttentionSpec) -> torch.Tensor:
