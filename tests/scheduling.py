@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from isthmus.core.cache.manager import CacheManager
-from isthmus.core.cache.pool import TREE, PagePool
+from isthmus.core.cache.pool import QUARANTINE, TREE, PagePool
 from isthmus.core.errors import Overloaded
 from isthmus.core.messages import Logprobs, SamplingParams, Submit, TokenOutput, pack_ids, unpack_ids
 from isthmus.core.plan import Batch, Out, StepResult
@@ -186,7 +186,7 @@ class WriteOnce:
         size, real = self.page_size, int(batch.starts[-1])
         slots, seqs = batch.slots[:real], batch.seqs[batch.rows[:real]]
         owner, generation = pool.owner[slots // size], pool.generation[slots // size]
-        wrong = np.flatnonzero((owner != seqs) & (owner != TREE))
+        wrong = np.flatnonzero((owner != seqs) & (owner != TREE) & (owner != QUARANTINE))
         assert not len(wrong), f"slot {slots[wrong[0]]} of owner {owner[wrong[0]]} is written for {seqs[wrong[0]]}"
         again = np.flatnonzero(self.written[slots] == generation)
         assert not len(again), f"slot {slots[again[0]]} is written twice in generation {generation[again[0]]}"
@@ -217,12 +217,12 @@ class Run:
     """A scheduler with everything around it. `launched` counts steps; `padded` uses buckets; `late` as in `Queue`."""
 
     def __init__(self, page: int = 4, pages: int = 30, policy: str = "lpm", late: bool = False, padded: bool = False,
-                 prefix_cache: bool = True, **limits: Any):
+                 prefix_cache: bool = True, strict: bool = True, **limits: Any):
         assert (pages - 1) * page >= limits.get("max_model_len", MAX_LEN), "the longest request must fit"
         limits = {"max_running": 6, "max_queued": 8, "chunk": 12, "max_model_len": MAX_LEN, "score_rows": 5,
                   "waiting_timeout": 6.0, "running_timeout": 20.0} | limits
         self.limits = Limits(page_size=page, vocab_size=VOCAB, eos_ids=(EOS,), **limits)
-        self.cache = CacheManager(pages, page, enabled=prefix_cache, strict=True)
+        self.cache = CacheManager(pages, page, enabled=prefix_cache, strict=strict)
         self.scheduler = Scheduler(self.limits, self.cache, policy)
         self.buckets = None
         if padded:

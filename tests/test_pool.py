@@ -148,6 +148,18 @@ def test_production_never_hands_out_a_page_that_is_owned():
     assert pool.alloc(1, 2) is None
 
 
+def test_production_cache_looks_again_when_free_pages_prove_to_be_owned():
+    cache = CacheManager(6, 1, strict=False)
+    tokens, row = np.array([7, 8], np.int32), np.zeros(4, np.int32)
+    _, node = cache.acquire(tokens, b"")
+    row[:2] = cache.take(2, 1)
+    shared, node = cache.commit(tokens, row, 0, 1, b"", node)
+    cache.release(row[:2], shared, 1, node)        # two pages in the tree, three free
+    cache.pool.owner[4] = 9                        # the ledger and the free list part ways
+    assert sorted(cache.take(3, 2).tolist()) == [2, 3, 5] and cache.pool.quarantined == 1
+    assert cache.take(2, 3) is None and cache.take(1, 3).tolist() == [1]
+
+
 def test_production_cache_goes_on_after_a_violation():
     cache = CacheManager(6, 1, strict=False)
     tokens = np.arange(3, dtype=np.int32)
@@ -156,6 +168,8 @@ def test_production_cache_goes_on_after_a_violation():
     row[:3] = cache.take(3, 1)
     cache.pool.release(row[1:2], 2)                # somebody else gives the second page back
     shared, node = cache.commit(tokens, row, 0, 1, b"", node)
+    assert shared == 3
+    cache.verify({})                               # the tree names the page, and it counts once, as quarantined
     cache.release(row[:3], shared, 1, node)
     cache.flush()
     assert (cache.pool.free, cache.pool.quarantined) == (4, 1)

@@ -344,6 +344,22 @@ def test_a_failed_step_ends_the_running_requests_only(kind, overlap):
     assert (run.tracks["r1"].finish, run.tracks["r1"].cached) == ("length", 0)  # nothing of the failed step is used
 
 
+def test_production_goes_on_with_a_page_less():
+    """Somebody releases a running request's page: it stays in use, and is never handed out again."""
+    run = Run(page=4, pages=20, strict=False)
+    for first in (0, 10, 20):
+        run.submit([*range(first, first + 9)], max_tokens=20, **LONG)
+    for _ in range(3):
+        run.step()
+    pool, page = run.cache.pool, int(run.scheduler.table.pages[2, 2])
+    pool.release(np.array([page]), 3)
+    assert (pool.quarantined, pool.violations) == (1, 1)
+    run.drain()                                              # the driver verifies the ledger in each step
+    run.flush()
+    assert {t.finish for t in run.tracks.values()} == {"length"} and pool.quarantined == 1
+    assert sorted(pool._free[:pool.free].tolist()) == sorted(set(range(1, 20)) - {page})
+
+
 # ---- counters
 
 def test_stats_are_in_tokens_and_for_first_attempts():

@@ -43,14 +43,16 @@ class CacheManager:
 
     def take(self, count: int, owner: int) -> np.ndarray | None:
         """`count` fresh pages for `owner`, evicting cached ones as needed; None, and nothing changed, if too few."""
-        if count > self.available:
-            return None
-        short = count - self.pool.free
-        if short > 0:
-            evicted = self.tree.evict(short)
-            self.evicted_pages += len(evicted)
-            self.pool.release(evicted, TREE)
-        return self.pool.alloc(count, owner)
+        while count <= self.available:
+            short, violations = count - self.pool.free, self.pool.violations
+            if short > 0:
+                evicted = self.tree.evict(short)
+                self.evicted_pages += len(evicted)
+                self.pool.release(evicted, TREE)
+            pages = self.pool.alloc(count, owner)
+            if pages is not None or self.pool.violations == violations:
+                return pages  # else free pages went into quarantine: look again
+        return None
 
     def commit(self, tokens: np.ndarray, row: np.ndarray, shared: int, owner: int, domain: bytes,
                node: Node) -> tuple[int, Node]:
@@ -86,7 +88,7 @@ class CacheManager:
     def verify(self, held: dict[int, np.ndarray]) -> None:
         """The ledger by identity, the tree by structure. `held`: each running request's own pages by owner."""
         self.tree.check()
-        self.pool.verify(self.tree.pages().tolist(), {owner: pages.tolist() for owner, pages in held.items()})
+        named = self.pool.verify(self.tree.pages().tolist(), {owner: pages.tolist() for owner, pages in held.items()})
         total = self.pool.free + self.tree.evictable + self.tree.protected + self.pool.quarantined
-        total += sum(len(pages) for pages in held.values())
+        total += sum(len(pages) for pages in held.values()) - named
         assert total == self.pool.capacity, f"{total} pages counted, {self.pool.capacity} exist"

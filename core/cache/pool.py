@@ -97,14 +97,21 @@ class PagePool:
         if stale.any():
             self._violation(pages[stale], "used with a stale generation", owner)
 
-    def verify(self, tree: Iterable[int], held: dict[int, Iterable[int]]) -> None:
-        """Conservation by identity: free + tree + held + quarantined is every page once, each with that owner."""
+    def verify(self, tree: Iterable[int], held: dict[int, Iterable[int]]) -> int:
+        """Conservation by identity: free + tree + held + quarantined is every page once, each with that owner.
+
+        A quarantined page may still be named by whoever held it; returns how many are.
+        """
         seen: dict[int, int] = {}
+        named = 0
         groups = [(FREE, self._free[:self._top].tolist()), (TREE, list(tree)),
                   (QUARANTINE, np.flatnonzero(self.owner == QUARANTINE).tolist())]
         groups += [(slot, [int(p) for p in pages]) for slot, pages in held.items()]
         for owner, pages in groups:
             for page in pages:
+                if owner != QUARANTINE and self.owner[page] == QUARANTINE:
+                    named += 1
+                    continue
                 if page in seen:
                     raise OwnershipError(f"page {page} is held by {owner_name(seen[page])} and by {owner_name(owner)}")
                 if self.owner[page] != owner:
@@ -114,6 +121,7 @@ class PagePool:
         if len(seen) != self.capacity or 0 in seen:
             lost = sorted(set(range(1, self.total)) - set(seen))[:8]
             raise OwnershipError(f"{self.capacity - len(seen)} pages have no holder, such as {lost}")
+        return named
 
     def _owned(self, pages: np.ndarray, owner: int, verb: str) -> np.ndarray:
         wrong = self.owner[pages] != owner

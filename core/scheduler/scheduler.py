@@ -196,14 +196,17 @@ class Scheduler:
                 return slots, retracted
             if need <= self.cache.available:
                 self._grow(slots[short], at[short])
-                return slots, retracted
-            retracted = True
-            self._retract(need)
+            else:
+                retracted = True
+                self._retract(need)
 
     def _grow(self, slots: np.ndarray, at: np.ndarray) -> None:
         for slot, index in zip(slots.tolist(), at.tolist(), strict=True):
-            self.table.pages[slot, index] = self.cache.take(1, slot)[0]
-        self.table.page_count[slots] += 1
+            page = self.cache.take(1, slot)
+            if page is None:  # there were fewer than the ledger said: plan again
+                return
+            self.table.pages[slot, index] = page[0]
+            self.table.page_count[slot] += 1
 
     def _retract(self, need: int) -> None:
         """Send the request that is cheapest to lose back to waiting: lowest priority, then the latest admitted."""
