@@ -119,6 +119,19 @@ def test_float32_expands_and_equals_the_dequantized_values():
     assert relative(got, x.double().numpy() @ values.T) < 1e-6
 
 
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+def test_without_onednn_products_are_the_same(dtype, monkeypatch):
+    raw, values = quantized(np.random.default_rng(5), "bf16", (48, 64))
+    x = torch.randn(4, 64).to(quant.DTYPES[dtype])
+    results = []
+    for available in (torch.backends.mkldnn.is_available(), False):
+        monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda available=available: available)
+        with torch.inference_mode():
+            results.append(quant.load_weight([raw], WeightSpec(("w",), "linear"), dtype).product(x).double().numpy())
+    for got in results:
+        assert relative(got, x.double().numpy() @ values.T) < {"f32": 1e-6, "bf16": 5e-3}[dtype]
+
+
 def test_unknown_formats_and_dtypes_are_named(platform):
     raw, _ = quantized(np.random.default_rng(0), "f32", (16, 32))
     with pytest.raises(Unsupported, match="f64"):

@@ -57,7 +57,7 @@ class Ops:
     def embed(self, ids: torch.Tensor, weight: Table) -> torch.Tensor:
         return weight.rows(ids)
 
-    def linear(self, x: torch.Tensor, weight: Dense | Int4Groups, bias: Vector | None = None) -> torch.Tensor:
+    def linear(self, x: torch.Tensor, weight: Dense | Table | Int4Groups, bias: Vector | None = None) -> torch.Tensor:
         return weight.product(x, None if bias is None else bias.cast)
 
     def rms_norm(self, x: torch.Tensor, weight: Vector, eps: float) -> torch.Tensor:

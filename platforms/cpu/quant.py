@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch.nn import functional as F
 
 from ...core.platform import RawTensor, Unsupported, WeightSpec
 from ..expand import CODECS, affine, expand
@@ -15,12 +16,11 @@ GROUP = 32
 # Format -> 4-bit digits of a code. Two digits are two columns of the same kernel: code = 16 * high + low.
 DIGITS = {"q4_0": 1, "q4_1": 1, "q8_0": 2}
 KEPT = tuple(DIGITS)
+TOKENS = 32      # tokens that oneDNN chooses its order of a dense matrix for
 MANY = 256       # tokens from which expanding int4 weights pays, measured with AVX-512
 PIECE = 1 << 21  # weights expanded at once: bounds the buffer, and fits the cache
 LANES = 64       # outputs in a block of torch's int4 layout with AVX-512
 
-_reorder = torch.ops.mkldnn._reorder_linear_weight
-_dense_product = torch.ops.mkldnn._linear_pointwise.default
 _pack_int4 = torch.ops.aten._convert_weight_to_int4pack_for_cpu.default
 _int4_product = torch.ops.aten._weight_int4pack_mm_for_cpu.default
 
@@ -37,35 +37,42 @@ class Vector:
 
 
 class Dense:
-    """[out, in] values. Products use oneDNN's own blocked order, which reads memory twice as fast as rows."""
+    """[out, in] values, in oneDNN's own order, which is read faster than rows are; in rows where there is no oneDNN."""
 
     def __init__(self, values: torch.Tensor) -> None:
         self.dtype = values.dtype
-        self.packed = _reorder(values, 32)
+        self.blocked = torch.backends.mkldnn.is_available() and (
+            values.dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported())
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(values, TOKENS) if self.blocked else values
 
     def product(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """[T, in] -> [T, out]."""
-        return _dense_product(x, self.packed, bias, "none", [], "")
+        if self.blocked:
+            return torch.ops.mkldnn._linear_pointwise.default(x, self.weight, bias, "none", [], "")
+        return F.linear(x, self.weight, bias)
 
     def __str__(self) -> str:
         return str(self.dtype).removeprefix("torch.")
 
 
-class Table(Dense):
-    """[vocabulary, in] values for look-up, and in blocked order for the logits once a tied head asks for them."""
+class Table:
+    """[vocabulary, in] values for look-up by row; a tied head asks for products, and then has them in blocked order."""
 
     def __init__(self, values: torch.Tensor) -> None:
-        self.dtype, self.values = values.dtype, values
-        self.packed = None
+        self.values = values
+        self.head: Dense | None = None
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """[n] row numbers -> [n, in]."""
         return self.values[ids]
 
     def product(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        if self.packed is None:
-            self.packed = _reorder(self.values, 32)
-        return super().product(x, bias)
+        if self.head is None:
+            self.head = Dense(self.values)
+        return self.head.product(x, bias)
+
+    def __str__(self) -> str:
+        return str(self.values.dtype).removeprefix("torch.")
 
 
 class Int4Groups:
@@ -130,7 +137,7 @@ class Experts:
         return f"{len(self.parts)} experts, {self.parts[0]}"
 
 
-Leaf = Vector | Dense | Int4Groups | Experts
+Leaf = Vector | Dense | Table | Int4Groups | Experts
 
 
 def reason_to_expand(name: str, dtype: str) -> str | None:
