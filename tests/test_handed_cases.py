@@ -36,8 +36,9 @@ def run_cases(environment: dict[str, str], seconds: int, *more: str) -> str:
 def missing_data() -> list[str]:
     """Cases whose input was not handed over with them."""
     templates = CASES.parent / "data" / "llama_cpp_models" / "models" / "templates"
-    return [] if (templates / "mistralai-Mistral-Nemo-Instruct-2407.jinja").exists() else ["--deselect=H_16_template_raises.py::test_raises",
-                                         "--deselect=H_16_template_raises.py::test_renders"]
+    if (templates / "mistralai-Mistral-Nemo-Instruct-2407.jinja").exists():
+        return []
+    return ["--deselect=H_16_template_raises.py::test_raises", "--deselect=H_16_template_raises.py::test_renders"]
 
 
 def passed(output: str) -> int:
