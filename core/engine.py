@@ -139,6 +139,7 @@ class EngineCore:
             try:
                 self._flight = (plan, self._launch(plan))
             except Exception as error:
+                self._flight = previous
                 return self._failed([p for p in (previous and previous[0], plan) if p], error)
         if not self._overlap:
             previous, self._flight = self._flight, None

@@ -1,0 +1,148 @@
+"""The engine's loop on the null platform with a virtual clock: overlap, failures, commands."""
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from isthmus.core import startup
+from isthmus.core.config import Config, SchedulerSettings
+from isthmus.core.engine import EngineCore
+from isthmus.core.messages import SamplingParams, Submit, TokenOutput, pack_ids, unpack_ids
+from isthmus.core.specs import LayerState, StateSpec
+
+from .scheduling import EOS, VOCAB, Device, Fault, draw_token, requested
+
+
+class Broken(Device):
+    """Fails at launch when `launch_fault` is set."""
+
+    launch_fault = False
+
+    def compile(self, forward, weights, bucket):
+        step = super().compile(forward, weights, bucket)
+
+        def run(state, batch):
+            if self.launch_fault:
+                self.launch_fault = False
+                raise Fault("out of memory")
+            return step(state, batch)
+        return run
+
+
+@pytest.fixture
+def engine(monkeypatch):
+    """engine(overlap): an EngineCore on a `Broken` device, which is `engine.device`."""
+    def make(overlap: bool = True, **scheduler) -> EngineCore:
+        device = Broken(late=True)
+        state = StateSpec((LayerState(1, 1),), "f32", 4, 5)
+        model = SimpleNamespace(forward=None, weights=None, report=["none"], state_layers=state.layers, dtype="f32",
+                                config=SimpleNamespace(name="hash", vocab_size=VOCAB, eos_ids=(EOS,)))
+        sizes = startup.Sizes(state, page_size=4, pages=30, max_model_len=48, max_running=4, chunk=12)
+        loaded = startup.Loaded(device, device.probe(), "named by the test", Path("hash"), model, "f32", sizes, overlap,
+                                0, ())
+        monkeypatch.setattr(startup, "load", lambda config, progress: loaded)
+        core = EngineCore(Config(scheduler=SchedulerSettings(**scheduler)), clock=lambda: 1.0)
+        core.device, core.cache.pool.strict = device, True
+        return core
+    return make
+
+
+def submit(core: EngineCore, rid: str, prompt: list[int], **params) -> Submit:
+    request = Submit(rid, pack_ids(prompt), SamplingParams(**({"temperature": 0.0, "ignore_eos": True} | params)))
+    core.submit(request)
+    return request
+
+
+def run(core: EngineCore) -> list[TokenOutput]:
+    outputs = []
+    for _ in range(500):
+        if not core.has_work:
+            return outputs
+        outputs += core.step()
+        core.command("verify")
+    raise AssertionError("it never ends")
+
+
+def right(request: Submit) -> list[int]:
+    outputs: list[int] = []
+    for _ in range(request.params.max_tokens):
+        outputs.append(draw_token([*unpack_ids(request.prompt), *outputs], requested(request, outputs)))
+    return outputs
+
+
+def tokens_of(outputs: list[TokenOutput], rid: str) -> list[int]:
+    return [t for o in outputs if o.id == rid for t in unpack_ids(o.tokens).tolist()]
+
+
+def test_warming_up_leaves_no_trace(engine):
+    stats = engine().command("stats")
+    assert (stats["pages_free"], stats["pages_total"], stats["pages_cached"]) == (29, 29, 0)
+    counters = ("requests", "prompt_tokens", "generated_tokens", "steps", "running", "waiting")
+    assert not any(stats[name] for name in counters)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_tokens_are_right_with_and_without_overlap(engine, overlap):
+    core = engine(overlap)
+    requests = [submit(core, f"r{i}", [*range(i, i + 5 * i + 1)], max_tokens=7, temperature=i % 2, seed=i)
+                for i in range(6)]
+    outputs = run(core)
+    for request in requests:
+        assert tokens_of(outputs, request.id) == right(request)
+    assert [o.finish for o in outputs if o.finish] == ["length"] * 6
+
+
+def test_overlap_launches_a_step_before_it_settles_the_last(engine):
+    core = engine(True)
+    submit(core, "a", [1, 2], max_tokens=3)
+    assert core.step() == [] and core.steps == 1
+    assert len(core.step()) == 1 and core.steps == 2
+    without = engine(False)
+    submit(without, "a", [1, 2], max_tokens=3)
+    assert len(without.step()) == 1 and without.steps == 1
+
+
+@pytest.mark.parametrize("kind", ["launch", "collect"])
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_failed_step_is_reported_and_the_engine_goes_on(engine, kind, overlap, caplog):
+    core = engine(overlap)
+    submit(core, "a", [*range(9)], max_tokens=9)
+    for _ in range(3):
+        core.step()
+    core.device.launch_fault, core.device.fault = kind == "launch", kind == "collect"
+    outputs = run(core)
+    assert [(o.id, o.finish) for o in outputs if o.finish] == [("a", "error")]
+    reason = {"launch": "out of memory", "collect": "the device gave up"}[kind]
+    assert outputs[-1].error == f"the step failed on null: {reason}"
+    assert not core.device._worker.pending, "a step is still on the device"
+    again = submit(core, "a", [*range(9)], max_tokens=9)
+    outputs = run(core)
+    assert tokens_of(outputs, "a") == right(again) and outputs[0].cached_tokens == 0
+    core.command("flush_cache")
+    assert core.command("stats")["pages_free"] == 29
+
+
+def test_commands(engine):
+    core = engine()
+    submit(core, "a", [*range(9)], max_tokens=2)
+    run(core)
+    stats = core.command("stats")
+    assert (stats["pages_cached"], stats["pages_evictable"], stats["pages_used"]) == (2, 2, 0)
+    assert stats["steps"] == 2 and stats["finish_reasons"] == {"length": 1} and stats["ownership_violations"] == 0
+    assert core.command("flush_cache") == {"flushed_pages": 2} and core.command("ping") == {}
+    assert core.command("verify") == {"verified": True}
+    with pytest.raises(ValueError, match="unknown command 'dance'; there are: flush_cache, ping, stats, verify"):
+        core.command("dance")
+
+
+def test_abort_and_close_with_a_step_in_flight(engine):
+    core = engine()
+    submit(core, "a", [1, 2], max_tokens=9)
+    core.step()
+    core.abort(["a", "nobody"])
+    assert [(o.id, o.finish) for o in run(core)] == [("a", "abort")]
+    submit(core, "b", [1, 2], max_tokens=9)
+    core.step()
+    core.device.fault = True
+    core.close()                                             # what fails now concerns nobody
