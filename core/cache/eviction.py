@@ -22,10 +22,6 @@ class EvictionPolicy(Protocol):
         skipped: `node.evictable` tells."""
         ...
 
-    def clear(self) -> None:
-        """Forget everything."""
-        ...
-
 
 class LeastRecentlyUsed:
     """The leaf whose last use is longest ago. A lazy heap: an entry counts only while its stamp is the node's."""
@@ -47,14 +43,11 @@ class LeastRecentlyUsed:
                 return node
         return None
 
-    def clear(self) -> None:
-        self._heap.clear()
-
     def _compact(self) -> None:
         self._heap = [entry for entry in set(self._heap) if entry[0] == entry[2].stamp and entry[2].evictable]
         heapify(self._heap)
         self._limit = 1024 + 2 * len(self._heap)
 
 
-EVICTION = Registry("eviction policy", EvictionPolicy, ("add", "pop", "clear"))
+EVICTION = Registry("eviction policy", EvictionPolicy, ("add", "pop"))
 EVICTION.register("lru", LeastRecentlyUsed)

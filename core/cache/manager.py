@@ -19,7 +19,7 @@ class CacheManager:
     def __init__(self, pages: int, page_size: int, policy: str = "lru", enabled: bool = True, strict: bool = False):
         self.pool = PagePool(pages, strict)
         self.tree = RadixTree(page_size, policy)
-        self.page_size, self.enabled, self._policy = page_size, enabled, policy
+        self.page_size, self.enabled = page_size, enabled
         self.evicted_pages = 0
 
     @property

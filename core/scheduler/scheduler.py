@@ -177,6 +177,9 @@ class Scheduler:
         held = {slot: self.table.pages[slot, self.table.tree_pages[slot]:self.table.page_count[slot]]
                 for slot in self._running}
         self.cache.verify(held)
+        for slot, request in self._running.items():
+            prefix, path = self.table.pages[slot, :self.table.tree_pages[slot]], self.cache.tree.path(request.node)
+            assert np.array_equal(prefix, path), f"request {request.id} reads pages {prefix}, locked are {path}"
         assert set(self._prefilling) <= set(self._running.values()), "a request prefills without a slot"
         assert set(self._decoding.tolist()) <= set(self._running), "a slot decodes without a request"
         assert self.table.free + len(self._running) == self.limits.max_running, "a slot is lost"
