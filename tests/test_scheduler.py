@@ -323,8 +323,8 @@ def test_running_too_long():
     run.step()
     run.wait(21.0)
     outputs = [o for o in run.step() if o.finish]
-    assert [(o.finish, o.error) for o in outputs] == [
-        ("error", "ran 21 s, the limit is 20 s (--running-timeout)")]
+    assert [(o.finish, o.error, o.status) for o in outputs] == [
+        ("error", "ran 21 s, the limit is 20 s (--running-timeout)", 504)]
     run.finish()
 
 

@@ -39,17 +39,17 @@ def single_stream(generate: Generate, seed: int) -> dict[str, float]:
     return {"decode_tps": (len(timing.tokens) - 1) / (timing.last - timing.first), "ttft_ms": 1e3 * timing.first}
 
 
-def concurrent(generate: Generate, seed: int) -> dict[str, float]:
+def concurrent(generate: Generate, seed: int, count: int = 32) -> dict[str, float]:
     """W2: output tokens/s over the whole run, and the median time to the first token."""
     rng = np.random.default_rng(seed)
-    return _together(generate, [prompt(rng, 256) for _ in range(32)], 64, 32)
+    return _together(generate, [prompt(rng, 256) for _ in range(count)], 64, 32)
 
 
-def shared_prefix(generate: Generate, seed: int) -> dict[str, float]:
+def shared_prefix(generate: Generate, seed: int, count: int = 32) -> dict[str, float]:
     """W3: as W2, behind one prefix."""
     rng = np.random.default_rng(seed)
     system = prompt(rng, 1500)
-    return _together(generate, [system + prompt(rng, 64) for _ in range(32)], 32, 8)
+    return _together(generate, [system + prompt(rng, 64) for _ in range(count)], 32, 8)
 
 
 def multi_turn(generate: Generate, seed: int) -> dict[str, float]:

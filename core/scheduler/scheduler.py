@@ -396,4 +396,4 @@ class Scheduler:
         late = [r for r in [*self._running.values(), *self._retracted] if now - r.started > limits.running_timeout]
         for request in late:
             self._end(request, "error", f"ran {now - request.started:.0f} s, the limit is "
-                                        f"{limits.running_timeout:.0f} s (--running-timeout)")
+                                        f"{limits.running_timeout:.0f} s (--running-timeout)", status=504)

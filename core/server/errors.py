@@ -94,7 +94,7 @@ def error_headers(error: RequestError) -> dict[str, str]:
     headers = {}
     if error.status in (429, 503):
         headers["Retry-After"] = str(max(1, round(error.retry_after or 1)))
-    if error.code == ABORTED:
+    if error.code == ABORTED or error.status == 504:  # it would only take as long again
         headers["x-should-retry"] = "false"
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
