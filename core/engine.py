@@ -88,9 +88,6 @@ class EngineCore:
     def submit(self, submit: Submit) -> None:
         """Queue a request. Raises `RequestError` with the field and number at fault, `Overloaded` when full."""
         self.scheduler.submit(submit, self._clock())
-        if debug_level() >= 3:
-            log.info("request %s: %d prompt tokens, at most %d more, %d waiting", submit.id, len(submit.prompt) // 4,
-                     submit.params.max_tokens, self.scheduler.waiting)
 
     def abort(self, ids: Iterable[str], reason: FinishReason = "abort") -> None:
         """End requests in any state; the next `step` reports them. Unknown ids are ignored."""
@@ -106,9 +103,6 @@ class EngineCore:
         outputs = self._advance()
         if debug_level() >= 3:
             self.scheduler.verify()
-            for output in outputs:
-                if output.finish:
-                    log.info("request %s: %s %s", output.id, output.finish, output.error)
         return outputs
 
     def command(self, name: str) -> dict[str, Any]:
