@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import torch
@@ -75,6 +76,20 @@ class Table:
         return str(self.values.dtype).removeprefix("torch.")
 
 
+def unpack_int4(blocks: torch.Tensor) -> torch.Tensor:
+    """[in, outputs] digits out of torch's blocks [outputs / 64, in * 32]: 64 outputs, two to a byte."""
+    halves = blocks.view(len(blocks), -1, LANES // 2)
+    return torch.cat((halves & 15, halves >> 4), -1).transpose(0, 1).reshape(halves.shape[1], -1)
+
+
+@cache
+def layout_is_known() -> bool:
+    """Does `unpack_int4` undo torch's packing here? The layout is torch's own affair and differs by processor."""
+    digits = torch.arange(2 * LANES * GROUP, dtype=torch.int32).mul_(7).bitwise_right_shift_(3).bitwise_and_(15)
+    digits = digits.view(2 * LANES, GROUP)
+    return torch.equal(unpack_int4(_pack_int4(digits, 1).view(2, -1)), digits.T)
+
+
 class Int4Groups:
     """w = scale * code + minimum with 4-bit digits of codes in torch's int4 layout, one scale and zero per group of 32.
 
@@ -91,8 +106,7 @@ class Int4Groups:
         stacked, scales, zeros = (torch.from_numpy(np.concatenate(part, 1)) for part in zip(*columns, strict=True))
         self.packed = _pack_int4(stacked.to(torch.int32), 1)
         self.scales = torch.stack([scales.T, zeros.T], -1).to(torch.bfloat16).contiguous()
-        # The layout is torch's own affair and differs by processor: expand only what is known to be understood.
-        self.expandable = self.outputs % LANES == 0 and torch.equal(self._digits(0, self.outputs), stacked.T)
+        self.expandable = self.outputs % LANES == 0 and layout_is_known()
 
     def product(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """[T, in] -> [T, out]."""
@@ -119,9 +133,8 @@ class Int4Groups:
         return (values[0] if self.digits == 1 else values.sum(0)).to(dtype)
 
     def _digits(self, start: int, stop: int) -> torch.Tensor:
-        """Digits of some outputs, [digits * in, outputs], out of torch's blocks: 64 outputs, two to a byte."""
-        block = self.packed.view(self.outputs // LANES, -1, LANES // 2)[start // LANES:stop // LANES]
-        return torch.cat((block & 15, block >> 4), -1).transpose(0, 1).reshape(-1, stop - start)
+        """Digits of some outputs, [digits * in, outputs]."""
+        return unpack_int4(self.packed.view(self.outputs // LANES, -1)[start // LANES:stop // LANES])
 
     def __str__(self) -> str:
         return f"int{4 * self.digits} groups of {GROUP} (torch int4pack{', two digits' if self.digits == 2 else ''})"
