@@ -109,7 +109,7 @@ class Engine:
         return np.asarray(prompt, np.int32)
 
     def _submit(self, ids: np.ndarray, params: dict[str, Any]) -> str:
-        bounds = Bounds(self.info.vocab_size, self.info.max_model_len, 1)
+        bounds = Bounds(self.info.vocab_size, self.info.max_model_len, 1, self.info.sampling_defaults)
         fields = {k: v for k, v in params.items() if k not in EXTRA}
         if "logit_bias" in fields:
             fields["logit_bias"] = {str(k): v for k, v in fields["logit_bias"].items()}

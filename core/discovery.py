@@ -64,7 +64,8 @@ def load_platform(name: str, options: Mapping[str, str] | None = None) -> Any:
     """
     found = list_platforms()
     if name not in found:
-        raise Unavailable(f"--platform={name}: there is no such platform; found: {', '.join(sorted(found))}")
+        raise Unavailable(f"platform {name!r} is not installed; there are: {', '.join(sorted(found))} "
+                          "(`isthmus doctor` says which can run here)")
     try:
         entry = found[name].entry
         if entry is not None:
@@ -73,7 +74,7 @@ def load_platform(name: str, options: Mapping[str, str] | None = None) -> Any:
             candidate = importlib.import_module(f"{__package__.rpartition('.')[0]}.platforms.{name}.platform").Platform
     except Exception as error:  # a broken library may raise anything while it is imported
         reason = str(error) if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
-        raise Unavailable(f"--platform={name}: {reason}") from error
+        raise Unavailable(f"platform {name!r}: {reason}") from error
     check_platform(name, candidate)
     return candidate(dict(options or {}))
 
@@ -99,5 +100,10 @@ def choose_platform(options: Mapping[str, str] | None = None) -> tuple[str, str]
         reasons = "; ".join(f"{n}: {e}" for n, e in probed.items())
         raise Unavailable(f"no platform can run here. {reasons}")
     best = max(good, key=lambda n: (good[n].rank, n))
-    others = ", ".join(f"{n} ({'also here' if n in good else probed[n]})" for n in probed if n != best)
-    return best, f"{good[best].device} is the fastest found" + (f"; others: {others}" if others else "")
+    missing = [n for n in probed if n not in good]
+    if good[best].rank <= 0:
+        reasons = "; ".join(f"{n}: {probed[n]}" for n in missing)
+        return best, "nothing faster can run here" + (f" ({reasons})" if reasons else "")
+    others = ", ".join(n for n in good if n != best and good[n].rank > 0)
+    return best, ("the fastest found" + (f", before {others}" if others else "")
+                  + (f"; {', '.join(missing)} cannot run here (isthmus doctor says why)" if missing else ""))

@@ -52,6 +52,7 @@ class EngineInfo:
     prefix_cache: bool
     max_top_logprobs: int
     eos_ids: tuple[int, ...]
+    sampling_defaults: dict[str, float]
     features: tuple[str, ...]
     report: tuple[str, ...]
     load_seconds: float
@@ -212,8 +213,8 @@ def _info(config: Config, loaded: startup.Loaded, seconds: float) -> EngineInfo:
         platform=manifest.name, platform_reason=loaded.reason, device=manifest.device,
         dtype=loaded.dtype, kv_dtype=sizes.state.dtype, page_size=sizes.page_size, pages=sizes.pages - 1,
         max_model_len=sizes.max_model_len, vocab_size=model.config.vocab_size, max_running=sizes.max_running,
-        kv_bytes=sizes.pages * sizes.state.page_bytes(), weight_bytes=loaded.weight_bytes,
+        kv_bytes=sizes.pages * sizes.state.page_bytes(), weight_bytes=model.nbytes,
         determinism=manifest.determinism, policy=config.scheduler.schedule_policy, overlap=loaded.overlap,
         prefix_cache=config.cache.prefix_cache, max_top_logprobs=manifest.max_top_logprobs,
-        eos_ids=model.config.eos_ids, features=tuple(sorted(manifest.features)),
+        eos_ids=model.config.eos_ids, sampling_defaults=loaded.sampling, features=tuple(sorted(manifest.features)),
         report=tuple(model.report) + loaded.notes, load_seconds=seconds)

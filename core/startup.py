@@ -12,11 +12,12 @@ from typing import Any
 from .config import Config, size_bytes
 from .discovery import choose_platform, load_platform
 from .errors import ConfigError
-from .models.loader import LoadedModel, load_model
+from .models.config import ModelConfig
+from .models.loader import LoadedModel, load_model, read_config
 from .platform import Manifest
 from .specs import StateSpec
 from .weights.checkpoint import open_checkpoint
-from .weights.sources import resolve_model
+from .weights.sources import recommended_sampling, resolve_model
 
 DTYPES = {"float64": "f64", "float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 MAX_KV_DEFAULT = 4 * 2**30  # bytes; more must be asked for, so that a laptop keeps its memory
@@ -37,7 +38,8 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Loaded:
-    """A probed platform with a model on it. `notes` say what was decided beyond the settings."""
+    """A probed platform with a model on it. `sampling` is what the model's makers recommend; `notes` tell what was
+    decided beyond the settings."""
 
     platform: Any
     manifest: Manifest
@@ -47,7 +49,7 @@ class Loaded:
     dtype: str
     sizes: Sizes
     overlap: bool
-    weight_bytes: int
+    sampling: dict[str, float]
     notes: tuple[str, ...]
 
 
@@ -59,14 +61,18 @@ def load(config: Config, progress: Progress | None = None) -> Loaded:
     page_size = _page_size(config, manifest)
     path = Path(resolve_model(config.model.model, config.model.revision, tell))
     with open_checkpoint(path) as checkpoint:
+        # What cannot fit is refused before the weights are read; the real figures count afterwards.
+        fit_memory(config, manifest, read_config(checkpoint)[1], dtype, page_size,
+                   max(0, manifest.memory_free - checkpoint.nbytes))
         model = load_model(checkpoint, platform, manifest, dtype, config.model.strict,
                            lambda done, total: tell("load weights", done, total), page_size)
-        weight_bytes = checkpoint.nbytes
-    sizes, notes = fit_memory(config, manifest, model, dtype, page_size, _free_memory(platform, manifest, weight_bytes))
+        sampling = recommended_sampling(path, checkpoint.generation)
+    free = _free_memory(platform, manifest, model.nbytes)
+    sizes, notes = fit_memory(config, manifest, model.config, dtype, page_size, free)
     overlap = config.scheduler.overlap and "overlap" in manifest.features
     if config.scheduler.overlap and not overlap:
         notes.append(f"overlap is off: {manifest.name} finishes each step before the next can be launched")
-    return Loaded(platform, manifest, reason, path, model, dtype, sizes, overlap, weight_bytes, tuple(notes))
+    return Loaded(platform, manifest, reason, path, model, dtype, sizes, overlap, sampling, tuple(notes))
 
 
 def claim_platform(config: Config) -> tuple[Any, Manifest, str]:
@@ -113,7 +119,7 @@ def _free_memory(platform: Any, manifest: Manifest, weight_bytes: int) -> int:
     return max(0, manifest.memory_free - weight_bytes)
 
 
-def fit_memory(config: Config, manifest: Manifest, model: LoadedModel, dtype: str, page_size: int,
+def fit_memory(config: Config, manifest: Manifest, model: ModelConfig, dtype: str, page_size: int,
                free: int) -> tuple[Sizes, list[str]]:
     """How many pages there are, and the limits that follow. Raises `ConfigError` with the numbers when none fit."""
     notes: list[str] = []
@@ -122,13 +128,13 @@ def fit_memory(config: Config, manifest: Manifest, model: LoadedModel, dtype: st
     running = settings.max_running_requests
     if manifest.buckets:
         running = min(running, manifest.buckets.rows[-1])
-        chunk = min(chunk, manifest.buckets.tokens[-1] - running)
+        chunk = max(1, min(chunk, manifest.buckets.tokens[-1] - running))
     kv_dtype = dtype if dtype in manifest.kv_dtypes else manifest.kv_dtypes[0]
     state = StateSpec(model.state_layers, kv_dtype, page_size, running + 1)
-    limit = config.model.max_model_len or model.config.max_position
-    if limit > model.config.max_position:
-        raise ConfigError(f"--max-model-len {limit}: {model.config.name} was made for "
-                          f"{model.config.max_position} positions")
+    limit = config.model.max_model_len or model.max_position
+    if limit > model.max_position:
+        raise ConfigError(f"--max-model-len {limit}: {model.name} was made for "
+                          f"{model.max_position} positions")
     useful = running * -(-limit // page_size) + 1
     if config.cache.kv_cache_memory:
         budget = size_bytes(config.cache.kv_cache_memory)
@@ -136,15 +142,24 @@ def fit_memory(config: Config, manifest: Manifest, model: LoadedModel, dtype: st
         budget = min(int(free * manifest.kv_share), MAX_KV_DEFAULT if manifest.kv_share < 0.5 else free)
     pages = min(useful, budget // state.page_bytes())
     if pages < 2 + 16 // page_size:
-        raise ConfigError(f"{budget / 2**20:.0f} MiB for K and V are {pages} pages of {state.page_bytes()} bytes, too "
-                          f"few to serve: give more with --kv-cache-memory ({free / 2**20:.0f} MiB are free)")
+        tokens = max(0, pages - 1) * page_size
+        raise ConfigError(f"--kv-cache-memory: {_mib(budget)} for K and V hold no more than {tokens} tokens, too "
+                          f"few to serve; {_mib(free)} are free")
+    if pages * state.page_bytes() > free:
+        raise ConfigError(f"--kv-cache-memory {config.cache.kv_cache_memory}: K and V would take "
+                          f"{_mib(pages * state.page_bytes())}, {_mib(free)} are free; give less, or lower "
+                          "--max-model-len or --max-running-requests")
     room = (pages - 1) * page_size
     if limit > room:
         if config.model.max_model_len:
             need = -(-limit // page_size) * state.page_bytes()
-            raise ConfigError(f"--max-model-len {limit} needs {need / 2**20:.0f} MiB for K and V, {budget / 2**20:.0f} "
-                              "MiB are given: raise --kv-cache-memory or lower --max-model-len")
-        notes.append(f"context {room} tokens instead of {limit}: {budget / 2**20:.0f} MiB of K and V hold no more")
+            raise ConfigError(f"--max-model-len {limit} needs {_mib(need)} for K and V, {_mib(budget)} "
+                              "are given: raise --kv-cache-memory or lower --max-model-len")
+        notes.append(f"context {room} tokens instead of {limit}: {_mib(budget)} of K and V hold no more")
         limit = room
     return Sizes(state, page_size, pages, limit, running, chunk), notes
 
+
+def _mib(size: int) -> str:
+    """Bytes as people read them."""
+    return f"{size / 2**20:.1f} MiB" if size < 2**30 else f"{size / 2**30:.1f} GiB"

@@ -36,11 +36,12 @@ def engine(monkeypatch):
     def make(overlap: bool = True, **scheduler) -> EngineCore:
         device = Broken(late=True)
         state = StateSpec((LayerState(1, 1),), "f32", 4, 5)
-        model = SimpleNamespace(forward=None, weights=None, report=["none"], state_layers=state.layers, dtype="f32",
+        model = SimpleNamespace(forward=None, weights=None, report=["none"], nbytes=0,
+                                state_layers=state.layers, dtype="f32",
                                 config=SimpleNamespace(name="hash", vocab_size=VOCAB, eos_ids=(EOS,)))
         sizes = startup.Sizes(state, page_size=4, pages=30, max_model_len=48, max_running=4, chunk=12)
         loaded = startup.Loaded(device, device.probe(), "named by the test", Path("hash"), model, "f32", sizes, overlap,
-                                0, ())
+                                {}, ())
         monkeypatch.setattr(startup, "load", lambda config, progress: loaded)
         core = EngineCore(Config(scheduler=SchedulerSettings(**scheduler)), clock=lambda: 1.0)
         core.device, core.cache.pool.strict = device, True

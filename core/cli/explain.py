@@ -64,20 +64,15 @@ def decisions(config: Config) -> tuple[list[tuple[str, str, str]], bool]:
 
 def _sizes(config: Config, manifest: Manifest, dtype: str, page: int) -> list[tuple[str, str, str]]:
     """What depends on the model, if it is on this machine."""
-    from ..models.architectures import find_architecture
-    from ..models.config import parse_config
-    from ..models.loader import LoadedModel, model_name
+    from ..models.loader import read_config
     from ..startup import fit_memory
     from ..weights.checkpoint import open_checkpoint
     path = _model_here(config.model.model)
     if path is None:
         return [("model", config.model.model or "the default", "not on this machine yet: `isthmus pull` fetches it")]
     with open_checkpoint(path) as checkpoint:
-        architecture, words = find_architecture(checkpoint.config)
-        model = parse_config(words, architecture.family, model_name(path))
-        weights = checkpoint.nbytes
-    loaded = LoadedModel(architecture.forward, {}, model, model.state_layers, [], dtype)
-    sizes, notes = fit_memory(config, manifest, loaded, dtype, page, max(0, manifest.memory_free - weights))
+        model, weights = read_config(checkpoint)[1], checkpoint.nbytes
+    sizes, notes = fit_memory(config, manifest, model, dtype, page, max(0, manifest.memory_free - weights))
     budget = "asked for" if config.cache.kv_cache_memory else f"at most {manifest.kv_share:.0%} of free memory"
     return [("model", model.name, str(path)),
             ("weights", size(weights), "in the file; formats without a kernel take more"),

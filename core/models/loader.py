@@ -13,9 +13,9 @@ import numpy as np
 
 from ..errors import CheckpointError
 from ..platform import Batch, Manifest, Ops, Tensor, Unsupported, Weight
-from ..quant.formats import FORMATS
+from ..quant.formats import FORMATS, nbytes
 from ..specs import LayerState, RawTensor, WeightSpec
-from .architectures import find_architecture
+from .architectures import Architecture, find_architecture
 from .blocks import Entry, Layout, Projections
 from .config import ModelConfig, eos_ids, parse_config
 from .fields import Fields
@@ -33,6 +33,7 @@ class LoadedModel:
     """A model ready to be compiled: `platform.compile(model.forward, model.weights, bucket)`.
 
     report: lines for people: how many weights are in which format, and which were expanded and why.
+    nbytes: of the weights as they are held, without a platform's own padding and copies.
     dtype:  that it computes in.
     """
 
@@ -41,6 +42,7 @@ class LoadedModel:
     config: ModelConfig
     state_layers: tuple[LayerState, ...]
     report: list[str]
+    nbytes: int
     dtype: str
 
 
@@ -55,9 +57,7 @@ def load_model(checkpoint: Any, platform: Any, manifest: Manifest, dtype: str, s
     """
     if dtype not in manifest.compute_dtypes:
         raise Unsupported(f"{manifest.name} cannot compute in {dtype}; it can in {', '.join(manifest.compute_dtypes)}")
-    architecture, settings = find_architecture(checkpoint.config)
-    config = parse_config(settings, architecture.family, model_name(checkpoint.path))
-    config = replace(config, eos_ids=_eos_ids(checkpoint, config))
+    architecture, config = read_config(checkpoint)
     layout = architecture.layout(config)
     names = _tensor_names(checkpoint.names)
     _check_names(layout, names, config)
@@ -73,7 +73,14 @@ def load_model(checkpoint: Any, platform: Any, manifest: Manifest, dtype: str, s
     weights = placer.place(layout)
     weights.setdefault("head", weights["embed"])
     forward = partial(architecture.forward, config)
-    return LoadedModel(forward, weights, config, config.state_layers, placer.report(), dtype)
+    return LoadedModel(forward, weights, config, config.state_layers, placer.report(), placer.nbytes, dtype)
+
+
+def read_config(checkpoint: Any) -> tuple[Architecture, ModelConfig]:
+    """What an open checkpoint says the model is. Raises `CheckpointError` for what is not known or not in range."""
+    architecture, settings = find_architecture(checkpoint.config)
+    config = parse_config(settings, architecture.family, model_name(checkpoint.path))
+    return architecture, replace(config, eos_ids=_eos_ids(checkpoint, config))
 
 
 def model_name(path: Path) -> str:
@@ -171,7 +178,7 @@ class _Placer:
         self.reasons, self.progress, self.add_one = reasons, progress, add_one
         self.counts: Counter[str] = Counter()
         self.described: dict[str, str] = {}
-        self.done = 0
+        self.done = self.nbytes = 0
 
     def place(self, layout: Layout) -> dict[str, Any]:
         """The weight tree: leaves where the layout has entries."""
@@ -205,7 +212,10 @@ class _Placer:
 
     def _kept(self, entry: Entry) -> str:
         """What the platform will hold it as: neighbours that agree can share a leaf."""
-        name, _ = self.checkpoint.describe(self.names[entry.name])
+        return self._held(self.checkpoint.describe(self.names[entry.name])[0])
+
+    def _held(self, name: str) -> str:
+        """The format that the platform will hold a checkpoint's format in."""
         return self.dtype if name in DENSE or self.reasons[name] else name
 
     def _load(self, stack: Sequence[Entry]) -> Weight:
@@ -218,6 +228,7 @@ class _Placer:
             leaf = self.platform.load(raws, spec, self.dtype)
         except Unsupported as error:
             raise Unsupported(f"{', '.join(spec.names)}: {error}") from error
+        self.nbytes += sum(nbytes(self._held(raw.dtype), raw.shape) for raw in raws)
         if spec.role not in ("norm", "bias"):
             self.counts.update(raw.dtype for raw in raws)
             if hasattr(self.platform, "describe"):

@@ -37,7 +37,8 @@ class Server:
 
     @property
     def bounds(self) -> Bounds:
-        return Bounds(self.info["vocab_size"], self.info["max_model_len"], self.config.server.max_n)
+        return Bounds(self.info["vocab_size"], self.info["max_model_len"], self.config.server.max_n,
+                      self.info.get("sampling_defaults", {}))
 
     def why_not_ready(self) -> str:
         """The reason why no request can be taken now; "" = ready."""

@@ -2,7 +2,8 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from .errors import shown
 from .protocol import INT64, SamplingFields
 
 COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
+SHAPING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 TINY_TOP_P = 1e-9       # OpenAI allows top_p 0: only the best token is left
 
 
@@ -23,6 +25,7 @@ class Bounds:
     vocab_size: int
     max_model_len: int
     max_n: int
+    sampling: Mapping[str, float] = field(default_factory=dict)  # what the model's makers recommend
 
 
 def invalid(param: str, message: str, code: str = "invalid_value") -> RequestError:
@@ -109,7 +112,12 @@ def _or(value: Any, default: Any) -> Any:
 
 def sampling_params(fields: SamplingFields, bounds: Bounds, max_tokens: int, logprobs: int | None = None,
                     prompt_logprobs: int | None = None) -> SamplingParams:
-    """The engine's parameters. A missing seed is drawn here, once, so that a request always has one."""
+    """The engine's parameters. A missing seed is drawn here, once, so that a request always has one.
+
+    The model's recommended sampling holds as a whole, for requests that say nothing of how to sample.
+    """
+    if all(getattr(fields, name) is None for name in SHAPING):
+        fields = fields.model_copy(update={k: v for k, v in bounds.sampling.items() if k in SHAPING})
     min_tokens = fields.min_tokens or 0
     if min_tokens > max_tokens:
         raise invalid("min_tokens", f"is {min_tokens}, more than the {max_tokens} tokens that may be generated")

