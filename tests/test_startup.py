@@ -1,0 +1,74 @@
+"""How many pages fit, and what is refused before anything is allocated."""
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+from isthmus.core.config import CacheSettings, Config, ModelSettings, SchedulerSettings
+from isthmus.core.errors import ConfigError
+from isthmus.core.platform import Buckets, LayerState, Manifest
+from isthmus.core.startup import compute_dtype, fit_memory, platform_options
+
+MIB = 2**20
+MODEL = SimpleNamespace(name="tiny", max_position=4096, state_layers=(LayerState(4, 64),) * 2)
+PAGE = 2 * 2 * 4 * 64 * 16 * 2  # bytes of a page of 16 tokens in bf16: layers, K and V, heads, width, tokens
+
+
+def manifest(**changes) -> Manifest:
+    given = dict(name="acme", device="Acme", interface=1, compute_dtypes=("bf16", "f32"), kv_dtypes=("bf16",),
+                 formats=(), page_sizes=(16, 1), buckets=None, memory_total=2**34, memory_free=2**33, features=frozenset(),
+                 determinism="T2")
+    return Manifest(**{**given, **changes})
+
+
+def fit(free: int, platform: Manifest | None = None, **settings):
+    names = {"kv_cache_memory": CacheSettings, "max_model_len": ModelSettings,
+             "max_running_requests": SchedulerSettings}
+    groups: dict[type, dict] = {}
+    for name, value in settings.items():
+        groups.setdefault(names[name], {})[name] = value
+    config = Config(**{field: kind(**groups.get(kind, {})) for field, kind in
+                       (("cache", CacheSettings), ("model", ModelSettings), ("scheduler", SchedulerSettings))})
+    return fit_memory(config, platform or manifest(), MODEL, "bf16", 16, free)
+
+
+def test_a_share_of_what_is_free():
+    sizes, notes = fit(free=400 * MIB)
+    assert sizes.pages == 100 * MIB // PAGE and sizes.state.page_bytes() == PAGE
+    assert sizes.max_model_len == 4096 and not notes
+
+
+def test_no_more_than_can_ever_be_used():
+    sizes, _ = fit(free=2**40, max_running_requests=2, max_model_len=100)
+    assert sizes.pages == 2 * 7 + 1
+
+
+def test_a_context_that_does_not_fit_is_cut_and_said_so():
+    sizes, notes = fit(free=2**40, kv_cache_memory=f"{PAGE * 11}B")
+    assert sizes.max_model_len == 160 and "160 tokens instead of 4096" in notes[0]
+
+
+@pytest.mark.parametrize(("free", "settings", "message"), [
+    (100 * MIB, {"kv_cache_memory": "200MiB"}, "K and V would take 200.0 MiB, 100.0 MiB are free"),
+    (100 * MIB, {"kv_cache_memory": "1KiB"}, "hold no more than 0 tokens, too few to serve"),
+    (2**40, {"kv_cache_memory": f"{PAGE * 11}B", "max_model_len": 2000}, "--max-model-len 2000 needs 3.9 MiB"),
+    (2**40, {"max_model_len": 5000}, "tiny was made for 4096 positions"),
+])
+def test_what_cannot_fit_is_refused_with_the_numbers(free, settings, message):
+    with pytest.raises(ConfigError, match=message):
+        fit(free, **settings)
+
+
+def test_limits_keep_inside_the_buckets():
+    sizes, _ = fit(2**40, manifest(buckets=Buckets((16, 256), (1, 8), (1, 256))))
+    assert (sizes.max_running, sizes.chunk) == (8, 248)
+
+
+def test_dtype_and_options():
+    assert compute_dtype(Config(), manifest()) == "bf16"
+    assert compute_dtype(Config(model=ModelSettings(dtype="float32")), manifest()) == "f32"
+    with pytest.raises(ConfigError, match="float32: acme computes in bf16"):
+        compute_dtype(Config(model=ModelSettings(dtype="float32")), manifest(compute_dtypes=("bf16",)))
+    assert platform_options(("threads=8", "a=b=c")) == {"threads": "8", "a": "b=c"}
+    with pytest.raises(ConfigError, match="'threads' is not of the form key=value"):
+        platform_options(("threads",))
