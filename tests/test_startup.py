@@ -15,9 +15,9 @@ PAGE = 2 * 2 * 4 * 64 * 16 * 2  # bytes of a page of 16 tokens in bf16: layers, 
 
 
 def manifest(**changes) -> Manifest:
-    given = dict(name="acme", device="Acme", interface=1, compute_dtypes=("bf16", "f32"), kv_dtypes=("bf16",),
-                 formats=(), page_sizes=(16, 1), buckets=None, memory_total=2**34, memory_free=2**33, features=frozenset(),
-                 determinism="T2")
+    given = dict(
+        name="acme", device="Acme", interface=1, compute_dtypes=("bf16", "f32"), kv_dtypes=("bf16",), formats=(),
+        page_sizes=(16, 1), buckets=None, memory_total=2**34, memory_free=2**33, features=frozenset(), determinism="T2")
     return Manifest(**{**given, **changes})
 
 
