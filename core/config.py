@@ -1,6 +1,7 @@
 """Every setting there is, in typed groups. One flag, environment variable and YAML key is derived from each field.
 
-A field's metadata: `help` (one sentence), `choices`, `unit` ("bytes" = a size such as 4GiB), `least`, `most`.
+A field's metadata: `help` (one sentence), `choices` (a tuple, or the function that lists what is registered), `unit`
+("bytes" = a size such as 4GiB), `least`, `most`.
 Resolution and who set what is the business of `core.cli.settings`; `None` or "auto" means that the engine decides at
 start and reports it.
 """
@@ -27,6 +28,16 @@ def size_bytes(text: str) -> int:
     return int(float(match[1]) * SIZE_UNITS[match[2].upper()])
 
 
+def _eviction_policies() -> tuple[str, ...]:
+    from .cache.eviction import EVICTION
+    return tuple(EVICTION)
+
+
+def _schedule_policies() -> tuple[str, ...]:
+    from .scheduler.policy import POLICIES
+    return tuple(POLICIES)
+
+
 @dataclass(frozen=True)
 class ModelSettings:
     """Which model, and how it is loaded."""
@@ -49,7 +60,8 @@ class CacheSettings:
     kv_cache_memory: str | None = setting(None, "memory for K and V, such as 4GiB; a share of free memory by default",
                                           unit="bytes")
     prefix_cache: bool = setting(True, "reuse K and V of prompts that share a prefix")
-    eviction_policy: str = setting("lru", "which cached pages go first when memory is short")
+    eviction_policy: str = setting("lru", "which cached pages go first when memory is short",
+                                   choices=_eviction_policies)
 
 
 @dataclass(frozen=True)
@@ -59,7 +71,8 @@ class SchedulerSettings:
     max_running_requests: int = setting(256, "requests computed at once", least=1)
     max_queued_requests: int = setting(2048, "requests waiting at once; one more is answered 429", least=1)
     chunked_prefill_size: int = setting(512, "prompt tokens computed in one step at most", least=1)
-    schedule_policy: str = setting("lpm", "order of waiting requests: lpm (longest cached prefix first) or fcfs")
+    schedule_policy: str = setting("lpm", "order of waiting requests: lpm (longest cached prefix first) or fcfs",
+                                   choices=_schedule_policies)
     overlap: bool = setting(True, "plan the next step while the device computes the current one")
     waiting_timeout: float = setting(600.0, "a request that waits longer is answered 503", unit="seconds", least=0)
     running_timeout: float = setting(3600.0, "a request that runs longer is ended", unit="seconds", least=0)
@@ -83,7 +96,8 @@ class ServerSettings:
     max_body: str = setting("16MiB", "largest request body; a larger one is answered 413", unit="bytes")
     max_n: int = setting(128, "largest n, and most prompts in one completion request", least=1)
     in_process: bool = setting(False, "run everything in one process, for small machines")
-    drain_timeout: float = setting(30.0, "how long running requests may finish after SIGTERM", unit="seconds", least=0)
+    drain_timeout: float = setting(30.0, "how long running requests may finish after SIGTERM; /ready is 503 meanwhile, "
+                                   "/health stays 200", unit="seconds", least=0)
     sse_ping: float = setting(15.0, "comment line after this much silence in a stream; 0 = never", unit="seconds",
                               least=0)
     log_level: str = setting("info", "least important messages that are printed",

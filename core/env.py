@@ -16,7 +16,11 @@ import sys
 from pathlib import Path
 
 PREFIX = "ISTHMUS_"
-VARIABLES = ("ISTHMUS_DEBUG", "ISTHMUS_CACHE", "ISTHMUS_CONFIG")
+VARIABLES = {
+    "ISTHMUS_CONFIG": "YAML file with settings, as --config",
+    "ISTHMUS_CACHE": "folder for downloaded models",
+    "ISTHMUS_DEBUG": "0 to 4: choices and tracebacks, steps, requests, ops",
+}
 
 
 def debug_level() -> int:

@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import asyncio
-import http.client
 import io
 import json
 import os
@@ -15,19 +14,14 @@ import time
 from contextlib import aclosing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-import psutil
 import pytest
-from isthmus.core.cli import doctor
 from isthmus.core.cli.backends import RemoteBackend, Turn, parse_option
-from isthmus.core.cli.banner import banner, base_url
 from isthmus.core.cli.chat import Chat
 from isthmus.core.cli.commands import COMMANDS
 from isthmus.core.cli.main import main
 from isthmus.core.cli.parser import build_parser, given_settings
 from isthmus.core.cli.progress import ProgressLine
-from isthmus.core.cli.serve import Gate, listen
-from isthmus.core.config import Config, ServerSettings
-from isthmus.core.errors import ConfigError, RequestError
+from isthmus.core.errors import RequestError
 
 from .checkpoints import tiny_llama_gguf
 
@@ -143,57 +137,7 @@ def test_a_warning_for_a_variable_that_is_no_setting(monkeypatch, capsys):
     assert "ISTHMUS_PLATFROM is not a setting; did you mean ISTHMUS_PLATFORM?" in capsys.readouterr().err
 
 
-# ---- doctor, explain, models
-
-
-def test_doctor_has_a_verdict_in_twenty_lines(capsys):
-    assert main(["doctor"]) == 0
-    text = capsys.readouterr().out
-    assert len(text.splitlines()) <= 20
-    assert "* " in text and "reference" in text and "`isthmus serve` runs on" in text
-    assert main(["doctor", "--json"]) == 0
-    report = json.loads(capsys.readouterr().out)
-    assert report["platforms"]["reference"]["available"] and report["libraries"]["numpy"]
-    assert report["chosen"] in report["platforms"]
-
-
-def test_doctor_survives_whatever_is_broken(monkeypatch, capsys):
-    def broken(*_):
-        raise OSError("/proc is not mounted")
-    monkeypatch.setattr(doctor, "_memory", broken)
-    monkeypatch.setattr(doctor, "version", broken)
-    monkeypatch.setattr("isthmus.core.discovery.probe_all", lambda options=None: {
-        **{f"p{i}": ImportError("no module\nnamed " + "x" * 500) for i in range(30)}, "q": RuntimeError()})
-    assert main(["doctor"]) == 1
-    text = capsys.readouterr().out
-    assert len(text.splitlines()) <= 20 and "no platform can run here" in text and "pip install" in text
-    monkeypatch.setattr("isthmus.core.discovery.probe_all", broken)
-    assert main(["doctor"]) == 1
-    assert "/proc is not mounted" in capsys.readouterr().out
-
-
-def test_explain_names_values_origins_and_decisions(tiny, capsys, monkeypatch):
-    monkeypatch.setenv("ISTHMUS_PORT", "8123")
-    monkeypatch.setenv("ISTHMUS_API_KEY", "hunter2")
-    assert main(["explain", tiny, "--platform", "reference", "--json"]) == 0
-    report = json.loads(capsys.readouterr().out)
-    settings = report["settings"]
-    assert settings["port"] == {"group": "server", "set_by": "environment ISTHMUS_PORT", "variable": "ISTHMUS_PORT",
-                                "value": 8123}
-    assert settings["platform"]["set_by"] == "command line" and settings["dtype"]["set_by"] == "default"
-    decided = {d["what"]: d["value"] for d in report["decisions"]}
-    assert decided["platform"] == "reference" and decided["model"] == "tiny" and decided["context"] == "256 tokens"
-    assert main(["explain", tiny, "--platform", "reference"]) == 0
-    text = capsys.readouterr().out
-    assert "hunter2" not in text + json.dumps(report)
-    assert "environment ISTHMUS_PORT" in text and "named by the user" in text
-
-
-def test_explain_says_what_cannot_work(tiny, capsys):
-    assert main(["explain", tiny, "--platform", "nosuch"]) == 2
-    assert "is not installed" in capsys.readouterr().out
-    assert main(["explain", tiny, "--platform", "reference", "--page-size", "7", "--max-model-len", "100000"]) == 2
-    assert "--max-model-len 100000" in capsys.readouterr().out
+# ---- models
 
 
 def test_models_lists_the_known_ones(capsys, tmp_path, monkeypatch):
@@ -206,31 +150,7 @@ def test_models_lists_the_known_ones(capsys, tmp_path, monkeypatch):
     assert all(e["path"] is None for e in entries if e["source"] == "registry")
 
 
-# ---- banner, progress, ports
-
-
-INFO = {"served_name": "m", "dtype": "bf16", "page_size": 16, "pages": 1000, "max_model_len": 4000, "max_running": 256,
-        "report": [f"note {i}" for i in range(9)], "platform": "cpu", "platform_reason": "the fastest found",
-        "weight_bytes": 98e6, "kv_bytes": 2.5e9}
-
-
-def test_the_banner_fits_and_can_be_pasted():
-    lines = banner(INFO, Config(), "http://127.0.0.1:8000", 3.21).splitlines()
-    assert len(lines) <= 12
-    text = "\n".join(lines)
-    assert "OPENAI_BASE_URL=http://127.0.0.1:8000/v1" in text and "4.0 requests of that length" in text
-    assert "and 6 more" in text and "98 MB" in text and "2.50 GB" in text
-    curl = next(line for line in lines if "curl" in line)
-    body = json.loads(curl[curl.index("-d '") + 4:-1])
-    assert body["model"] == "m" and body["messages"][0]["role"] == "user"
-    guarded = banner(INFO, Config(server=ServerSettings(api_key="hunter2")), "http://x", 1)
-    assert "hunter2" not in guarded and "Authorization: Bearer" in guarded
-
-
-@pytest.mark.parametrize("host, url", [("0.0.0.0", "http://127.0.0.1:1"), ("::", "http://[::1]:1"),
-                                       ("10.0.0.1", "http://10.0.0.1:1"), ("::1", "http://[::1]:1")])
-def test_the_address_for_clients_of_this_machine(host, url):
-    assert base_url(host, 1) == url
+# ---- progress
 
 
 def test_progress_is_one_line_a_stage_where_no_person_watches():
@@ -250,15 +170,6 @@ def test_progress_on_a_terminal_has_amounts():
         assert line._amount(500_000_000, 1_000_000_000).startswith("0.50/1.00 GB")
         assert line._amount(1, 3) == "1/3"
     assert "warm up" in out.getvalue()
-
-
-def test_a_port_in_use_names_a_free_one():
-    with listen("127.0.0.1", 0) as taken:
-        port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"port {port} is in use on 127.0.0.1; [0-9]+ is free: --port [0-9]+"):
-            listen("127.0.0.1", port)
-    with pytest.raises(ConfigError, match="cannot listen on --host 203.0.113.1"):
-        listen("203.0.113.1", 0)
 
 
 # ---- chat
@@ -437,96 +348,6 @@ def test_chat_from_a_pipe_against_a_server(canned):
 
 
 # ---- the real thing, on the platform without a model
-
-
-class Serving:
-    """`isthmus serve` in a process of its own, from its ready banner on."""
-
-    def __init__(self, *words: str, temporary, delay_ms=5):
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "isthmus.core.cli.main", "serve", *words, "--platform", "null", "--port", "0",
-             "--platform-option", f"delay_ms={delay_ms}"], stderr=subprocess.PIPE, text=True,
-            env={**os.environ, "TMPDIR": str(temporary)})
-
-    def __enter__(self):
-        self.lines = []
-        self.wait_for(" is ready after ")
-        self.address = self.lines[-1].split("http://")[1].strip()
-        self.children = psutil.Process(self.process.pid).children()
-        return self
-
-    def __exit__(self, *_):
-        self.process.kill()
-        self.process.stderr.close()
-        self.process.wait()
-
-    def wait_for(self, words: str) -> None:
-        while not self.lines or words not in self.lines[-1]:
-            self.lines.append(self.process.stderr.readline())
-            assert self.lines[-1], "".join(self.lines)
-
-    def ask(self, method: str, path: str, body=None) -> http.client.HTTPResponse:
-        connection = http.client.HTTPConnection(self.address, timeout=20)
-        connection.request(method, path, body and json.dumps(body), {"Content-Type": "application/json"})
-        return connection.getresponse()
-
-    def stream(self, max_tokens: int) -> http.client.HTTPResponse:
-        response = self.ask("POST", "/v1/completions", {"prompt": "hello", "max_tokens": max_tokens, "stream": True,
-                                                        "temperature": 0, "ignore_eos": True})
-        assert response.readline().startswith(b"data: ")
-        return response
-
-
-@pytest.mark.parametrize("words", [[], ["--in-process"]])
-def test_serve_from_loading_to_drain(tiny, words, tmp_path):
-    with Serving(tiny, *words, temporary=tmp_path) as server:
-        assert len(server.children) == (0 if words else 2)
-        assert server.ask("GET", "/health").status == 200
-        stream = server.stream(100)
-        server.process.send_signal(signal.SIGTERM)
-        server.wait_for("1 running requests have 30 s to finish")
-        assert server.ask("POST", "/v1/completions", {"prompt": "hello"}).status == 503
-        rest = stream.read()
-        assert b"[DONE]" in rest and b'"finish_reason":"length"' in rest
-        assert server.process.wait(10) == 0
-        assert not any(child.is_running() for child in server.children)
-        assert list(tmp_path.iterdir()) == []
-
-
-def test_a_second_signal_ends_it_at_once(tiny, tmp_path):
-    with Serving(tiny, temporary=tmp_path, delay_ms=100) as server:
-        stream = server.stream(240)  # takes 24 s
-        server.process.send_signal(signal.SIGINT)
-        server.wait_for("a second signal ends them now")
-        began = time.monotonic()
-        server.process.send_signal(signal.SIGINT)
-        assert server.process.wait(10) == 0
-        assert time.monotonic() - began < 5, "it must not wait for the request"
-        assert b'"finish_reason":"length"' not in stream.read()
-        assert not any(child.is_running() for child in server.children)
-
-
-def test_a_dead_engine_is_told_to_clients_and_probes(tiny, tmp_path):
-    with Serving(tiny, temporary=tmp_path) as server:
-        stream = server.stream(240)
-        victim = next(c for c in server.children if "scheduler" in " ".join(c.cmdline()))
-        victim.kill()
-        assert b'"error"' in stream.read()
-        health = server.ask("GET", "/health")
-        assert health.status == 503 and b"scheduler" in health.read()
-        assert server.ask("POST", "/v1/completions", {"prompt": "hello"}).status in (500, 503)
-        server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(10) == 0
-
-
-def test_until_the_model_is_loaded_the_answer_is_503_with_the_progress():
-    sent = []
-
-    async def send(message):
-        sent.append(message)
-    asyncio.run(Gate(lambda: "the model is loading: load weights 40%")({"type": "http"}, None, send))
-    assert sent[0]["status"] == 503 and (b"retry-after", b"1") in sent[0]["headers"]
-    assert json.loads(sent[1]["body"])["error"]["message"].endswith("load weights 40%")
 
 
 def test_generate_on_the_null_platform(tiny):

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from isthmus.core import env
 from isthmus.core.cli.settings import (
+    check_platform,
     list_settings,
     read_environment,
     resolve,
@@ -17,6 +18,7 @@ from isthmus.core.cli.settings import (
 )
 from isthmus.core.config import Config, size_bytes
 from isthmus.core.errors import ConfigError
+from isthmus.core.scheduler.policy import POLICIES, FirstComeFirstServed
 
 
 def write(path: Path, text: str) -> Path:
@@ -59,6 +61,8 @@ def test_the_file_may_be_named_by_the_environment(tmp_path):
     ("model: {model: org/name, served-model-name: 7}", "model", "served_model_name", "7"),
     ("platform: cpu", "platform", "platform", "cpu"),
     ("platform: {platform-option: [threads=8, a=b]}", "platform", "platform_option", ("threads=8", "a=b")),
+    ("platform-option: {threads: 8, check: true, note: x}", "platform", "platform_option",
+     ("threads=8", "check=true", "note=x")),
     ("prefix-cache: off", "cache", "prefix_cache", False),
     ("max_model_len: null", "model", "max_model_len", None),
     ("kv_cache_memory: 4GiB", "cache", "kv_cache_memory", "4GiB"),
@@ -76,7 +80,14 @@ def test_yaml_keys_stand_flat_or_in_groups(tmp_path, text, group, name, value):
     ("model: {port: 1}", ["'port' in model"]),
     ("sever: {port: 1}", ["'sever'", "did you mean server?"]),
     ("[1]", ["list"]),
-    ("a: [", ["--config"]),
+    ("port: 1\na: [\n", ["c.yaml, line 3, column 1: expected the node content"]),
+    ("a: \x01", ["c.yaml is not YAML: special characters are not allowed"]),
+    ("port: 1\nhost: a\nport: 2", ["c.yaml, line 3, column 1: port is set twice"]),
+    ("server:\n  port: 1\n  port: 2", ["line 3, column 3: port is set twice"]),
+    ("max-n: 1\nmax_n: 2", ["c.yaml: max_n is set twice"]),
+    ("port: 1\nserver: {port: 2}", ["c.yaml: port is set twice"]),
+    ("platform-option: {threads: null}", ["c.yaml: platform_option: {'threads': None} is not a list of texts"]),
+    ("eviction-policy: fifo", ["c.yaml: eviction_policy: 'fifo' is not one of lru"]),
     ("port: true", ["port: True is not a whole number"]),
     ("port: 1.5", ["1.5"]),
     ("!!python/object/apply:os.getcwd []", ["could not determine a constructor"]),
@@ -86,7 +97,7 @@ def test_a_wrong_file_is_refused_with_the_word_at_fault(tmp_path, text, words):
         resolve({}, {}, write(tmp_path / "c.yaml", text))
     for word in words:
         assert word in str(caught.value)
-    assert "\n" not in str(caught.value)
+    assert "\n" not in str(caught.value) and "<unicode string>" not in str(caught.value)
 
 
 @pytest.mark.parametrize("name, value, words", [
@@ -94,6 +105,8 @@ def test_a_wrong_file_is_refused_with_the_word_at_fault(tmp_path, text, words):
     ("port", "8k", "--port: '8k' is not a whole number"),
     ("max_running_requests", "0", "at least 1"),
     ("dtype", "float23", "did you mean float32?"),
+    ("schedule_policy", "lmp", "--schedule-policy: 'lmp' is not one of fcfs, lpm; did you mean lpm?"),
+    ("eviction_policy", "foo", "--eviction-policy: 'foo' is not one of lru"),
     ("kv_cache_memory", "4 potatoes", "--kv-cache-memory: '4 potatoes' is not a size"),
     ("waiting_timeout", "-1", "at least 0"),
     ("waiting_timeout", "nan", "'nan' is not a number"),
@@ -108,6 +121,35 @@ def test_a_wrong_value_names_the_flag_and_what_is_allowed(name, value, words):
 def test_a_wrong_variable_is_named():
     with pytest.raises(ConfigError, match="ISTHMUS_PORT: 'x' is not a whole number"):
         resolve({}, {"ISTHMUS_PORT": "x"})
+    with pytest.raises(ConfigError, match="ISTHMUS_CONFIG=/nowhere.yaml: there is no such file"):
+        resolve({}, {"ISTHMUS_CONFIG": "/nowhere.yaml"})
+
+
+def test_an_empty_variable_is_an_unset_one(tmp_path):
+    file = write(tmp_path / "c.yaml", "port: 1001\napi_key: k")
+    found = resolve({}, {"ISTHMUS_PORT": "", "ISTHMUS_API_KEY": "", "ISTHMUS_CONFIG": ""}, file)
+    assert (found.config.server.port, found.config.server.api_key) == (1001, "k")
+    assert found.origin["port"] == f"file {file}"
+    assert resolve({}, {"ISTHMUS_PORT": "", "ISTHMUS_CONFIG": ""}).config == Config()
+
+
+def test_whoever_registers_a_policy_can_choose_it(monkeypatch):
+    monkeypatch.setitem(POLICIES._entries, "newest", FirstComeFirstServed)
+    assert list_settings()["schedule_policy"].choices == ("fcfs", "lpm", "newest")
+    assert resolve({"schedule_policy": "newest"}, {}).config.scheduler.schedule_policy == "newest"
+
+
+@pytest.mark.parametrize("flags, environment, words", [
+    ({"platform": "CPU"}, {}, "--platform CPU: no such platform is installed; did you mean cpu?; there are: "),
+    ({"platform": "nul"}, {}, "did you mean null?"),
+    ({}, {"ISTHMUS_PLATFORM": "abacus"}, "--platform abacus (environment ISTHMUS_PLATFORM): no such platform"),
+])
+def test_a_platform_that_is_not_there_is_noticed_before_anything_is_loaded(flags, environment, words):
+    with pytest.raises(ConfigError) as caught:
+        check_platform(resolve(flags, environment))
+    assert words in str(caught.value) and "`isthmus doctor`" in str(caught.value)
+    check_platform(resolve({}, {}))
+    check_platform(resolve({"platform": "reference"}, {}))
 
 
 def test_lists_from_the_environment_are_split_at_commas():
@@ -153,3 +195,4 @@ def test_every_variable_that_is_no_setting_is_documented(monkeypatch):
 def test_suggestions_need_some_likeness():
     assert suggest("prot", ["port"]) == "; did you mean port?"
     assert suggest("zebra", ["port"]) == ""
+    assert suggest("PROT", ["Port"]) == "; did you mean Port?"

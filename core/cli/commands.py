@@ -9,6 +9,7 @@ class Command:
     """A command: its module has `add_arguments(parser)` and `run(arguments, resolved) -> exit code`.
 
     groups: groups of settings that it takes as flags, in the order of its help.  words: what comes after its name.
+    notes: paragraphs at the end of its help.
     """
 
     name: str
@@ -16,11 +17,27 @@ class Command:
     groups: tuple[str, ...] = ()
     examples: tuple[str, ...] = ()
     words: str = "[options]"
+    notes: tuple[str, ...] = ()
 
     @property
     def module(self) -> str:
         return f".{self.name}"
 
+
+FILE = """\
+settings in a YAML file (--config FILE or ISTHMUS_CONFIG=FILE), flat or in groups:
+  model: ./model.gguf
+  port: 9000
+  scheduler:
+    max-running-requests: 64
+  platform-option:
+    threads: 8
+Each may also be a variable, such as ISTHMUS_PORT=9000. Flags win over variables,
+variables over the file. ISTHMUS_CACHE=FOLDER is where downloaded models are kept."""
+HEALTH = """\
+GET /health is 200 as long as the engine lives, also while a stopping server lets
+running requests finish. GET /ready is 200 only when a new request would be taken.
+When the engine dies both are 503, and soon the server ends with exit code 1."""
 
 ENGINE = ("model", "platform", "cache", "scheduler")
 
@@ -28,7 +45,7 @@ COMMANDS = {c.name: c for c in (
     Command("serve", "answer OpenAI clients over HTTP", (*ENGINE, "server"), (
         "isthmus serve                          # a small model, the best platform found",
         "isthmus serve ./model.gguf --port 9000",
-        "isthmus serve org/name --max-model-len 8192 --api-key secret"), "[MODEL] [options]"),
+        "isthmus serve org/name --max-model-len 8192 --api-key secret"), "[MODEL] [options]", (HEALTH, FILE)),
     Command("chat", "talk to a model in the terminal", ENGINE, (
         "isthmus chat", "isthmus chat ./model.gguf --system 'Be brief.'", "isthmus chat --url http://127.0.0.1:8000"),
             "[MODEL] [options]"),
@@ -41,6 +58,6 @@ COMMANDS = {c.name: c for c in (
     Command("doctor", "say which platforms can run here, and why others cannot", ("platform",),
             ("isthmus doctor --json",)),
     Command("explain", "print every setting, who set it and what follows from it", (*ENGINE, "server"), (
-        "isthmus explain --config server.yaml", "isthmus explain --platform cpu --json"), "[MODEL] [options]"),
+        "isthmus explain --config server.yaml", "isthmus explain --platform cpu --json"), "[MODEL] [options]", (FILE,)),
     Command("version", "print the version"),
 )}

@@ -10,7 +10,7 @@ from pathlib import Path
 from ..env import debug_level
 from ..errors import ConfigError, IsthmusError
 from .parser import build_parser, find_command, given_settings, overview
-from .settings import Resolved, list_settings, resolve, shown, unknown_variables
+from .settings import Resolved, check_platform, list_settings, resolve, shown, unknown_variables
 
 USAGE, FAILED, INTERRUPTED = 2, 1, 130
 
@@ -73,6 +73,8 @@ def _run(argv: list[str]) -> int:
         resolved = resolve(given_settings(arguments), os.environ, file)
         if debug_level():
             _show_origins(resolved)
+        if "model" in command.groups:  # the other, doctor, tells about a platform that is not there
+            check_platform(resolved)
     return module.run(arguments, resolved)
 
 

@@ -23,19 +23,20 @@ start here:
   isthmus serve     # http://127.0.0.1:8000/v1 for every OpenAI client
   isthmus chat      # the same model in this terminal
 
-`isthmus COMMAND --help` explains a command's options. Settings may also stand in a YAML file (--config)
-or in the environment (ISTHMUS_PORT=9000); `isthmus explain` tells which one counts."""
+`isthmus COMMAND --help` explains a command's options. Settings may also stand in a YAML file (--config FILE or
+ISTHMUS_CONFIG=FILE) or in the environment (ISTHMUS_PORT=9000); `isthmus explain` tells which one counts.
+ISTHMUS_CACHE=FOLDER is where downloaded models are kept."""
 
 
 class Parser(argparse.ArgumentParser):
     """Raises `ConfigError` instead of leaving; knows no abbreviations, since a later flag may make one ambiguous."""
 
     def __init__(self, command: Command):
-        examples = "\n".join(f"  {line}" for line in command.examples)
+        parts = ["\n".join(["examples:", *(f"  {line}" for line in command.examples)])] if command.examples else []
         super().__init__(
             prog=f"isthmus {command.name}", usage=f"isthmus {command.name} {command.words}",
             description=command.help[0].upper() + command.help[1:] + ".",
-            epilog=f"examples:\n{examples}" if examples else None, allow_abbrev=False,
+            epilog="\n\n".join([*parts, *command.notes]) or None, allow_abbrev=False,
             formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(
                 prog, max_help_position=34, width=min(shutil.get_terminal_size().columns, 120)))
 
@@ -79,8 +80,8 @@ def _add_setting(group: Any, setting: Setting, defaults: Config) -> None:
     elif setting.type is tuple:
         group.add_argument(setting.flag, action="append", metavar="KEY=VALUE", **common)
     else:
-        choices = setting.meta("choices")
-        metavar = "{" + ",".join(choices) + "}" if choices else {int: "N", float: "X", str: "TEXT"}[setting.type]
+        choices = "{" + ",".join(setting.choices) + "}"
+        metavar = choices if setting.choices else {int: "N", float: "X", str: "TEXT"}[setting.type]
         group.add_argument(setting.flag, metavar=metavar, **common)
 
 

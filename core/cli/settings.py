@@ -40,8 +40,14 @@ class Setting:
         return PREFIX + self.name.upper()
 
     def meta(self, key: str) -> Any:
-        """`help`, `choices`, `unit`, `least` or `most` of the field; None when it has none."""
+        """`help`, `unit`, `least` or `most` of the field; None when it has none."""
         return self.field.metadata.get(key)
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The values there are; () when any will do. Those of a registry are looked up only now."""
+        choices = self.field.metadata.get("choices", ())
+        return choices() if callable(choices) else choices
 
 
 @dataclass(frozen=True)
@@ -67,9 +73,10 @@ def list_settings() -> dict[str, Setting]:
 
 
 def suggest(word: str, known: Iterable[str], likeness: float = 0.6) -> str:
-    """"; did you mean x?" for the closest known word, or nothing."""
-    close = difflib.get_close_matches(word, list(known), 1, likeness)
-    return f"; did you mean {close[0]}?" if close else ""
+    """"; did you mean x?" for the closest known word, or nothing. Upper and lower case count as the same."""
+    by_lower = {name.lower(): name for name in known}
+    close = difflib.get_close_matches(word.lower(), by_lower, 1, likeness)
+    return f"; did you mean {by_lower[close[0]]}?" if close else ""
 
 
 def check(setting: Setting, value: Any, label: str) -> Any:
@@ -82,7 +89,7 @@ def check(setting: Setting, value: Any, label: str) -> Any:
             size_bytes(value)
     except ValueError as error:
         raise ConfigError(f"{label}: {error}") from None
-    choices, least, most = setting.meta("choices"), setting.meta("least"), setting.meta("most")
+    choices, least, most = setting.choices, setting.meta("least"), setting.meta("most")
     if choices and value not in choices:
         raise ConfigError(f"{label}: {value!r} is not one of {', '.join(choices)}{suggest(value, choices)}")
     if (least is not None and value < least) or (most is not None and value > most):
@@ -92,7 +99,8 @@ def check(setting: Setting, value: Any, label: str) -> Any:
 
 
 def _convert(kind: type, value: Any) -> Any:
-    words = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", tuple: "a list of texts"}
+    words = {int: "a whole number", float: "a number", bool: "true or false", str: "a text",
+             tuple: "a list of texts or a mapping"}
     plain = isinstance(value, str | int | float) and not isinstance(value, bool)
     found = None
     if kind is bool and isinstance(value, str | bool):
@@ -105,6 +113,8 @@ def _convert(kind: type, value: Any) -> Any:
         found = float(value) if re.fullmatch(r"[+-]?\d{1,18}(\.\d*)?", str(value)) else None
     elif kind is tuple:
         items = re.split(r"\s*,\s*", value) if isinstance(value, str) else value
+        if isinstance(value, Mapping) and all(isinstance(v, str | int | float) for v in value.values()):
+            items = [f"{k}={str(v).lower() if isinstance(v, bool) else v}" for k, v in value.items()]
         if isinstance(items, list | tuple) and all(isinstance(item, str) for item in items):
             found = tuple(items)
     if found is None:
@@ -113,16 +123,8 @@ def _convert(kind: type, value: Any) -> Any:
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """Settings of a YAML file by name. Keys may be given flat or under their group, with - or _."""
-    import yaml
-    try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"--config {path}: {' '.join(str(error).split())}") from None
-    if data is None:
-        return {}
-    if not isinstance(data, dict):
-        raise ConfigError(f"--config {path}: settings are expected as `name: value`, not a {type(data).__name__}")
+    """Settings of a YAML file by name. Keys may be given flat or under their group, with - or _; none twice."""
+    data = _load_yaml(path)
     known = list_settings()
     groups = {s.group for s in known.values()}
     found: dict[str, Any] = {}
@@ -137,17 +139,48 @@ def read_file(path: Path) -> dict[str, Any]:
                 allowed = [n for n, s in known.items() if group in (None, s.group)] + ([] if group else sorted(groups))
                 place = f" in {group}" if group else ""
                 raise ConfigError(f"{path}: there is no setting {str(name)!r}{place}{suggest(plain, allowed)}")
+            if plain in found:
+                raise ConfigError(f"{path}: {plain} is set twice; keep one of the two")
             found[plain] = entry
     return found
 
 
+def _load_yaml(path: Path) -> dict[Any, Any]:
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        """Refuses a mapping that has one key twice, where YAML's own loader takes the last."""
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+            keys = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+            for i, key in enumerate(keys):
+                if any(key.value == other.value for other in keys[:i]):
+                    raise yaml.MarkedYAMLError(problem=f"{key.value} is set twice; keep one of the two",
+                                               problem_mark=key.start_mark)
+            return super().construct_mapping(node, deep)
+
+    try:
+        data = yaml.load(path.read_text(encoding="utf-8"), Loader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        raise ConfigError(f"{path}, line {mark.line + 1}, column {mark.column + 1}: "
+                          f"{error.problem or error.context}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not YAML: {getattr(error, 'reason', None) or error}") from None
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
+    if not isinstance(data, dict | None):
+        raise ConfigError(f"{path}: settings are expected as `name: value`, not a {type(data).__name__}")
+    return data or {}
+
+
 def read_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Settings among the variables, by name.
+    """Settings among the variables, by name. An empty variable counts as unset.
 
     A value like tcp://10.0.0.1:80 is left out: Kubernetes sets one for every service, so also for one named isthmus.
     """
-    return {s.name: environment[s.variable] for s in list_settings().values()
-            if s.variable in environment and not environment[s.variable].startswith(("tcp://", "udp://"))}
+    return {s.name: value for s in list_settings().values()
+            if (value := environment.get(s.variable)) and not value.startswith(("tcp://", "udp://"))}
 
 
 def unknown_variables(environment: Mapping[str, str]) -> list[str]:
@@ -163,6 +196,8 @@ def resolve(flags: Mapping[str, Any], environment: Mapping[str, str] | None = No
     environment = os.environ if environment is None else environment
     if file is None and environment.get("ISTHMUS_CONFIG"):
         file = Path(environment["ISTHMUS_CONFIG"])
+        if not file.is_file():
+            raise ConfigError(f"ISTHMUS_CONFIG={file}: there is no such file")
     known = list_settings()
     config, origin = Config(), dict.fromkeys(known, "default")
     sources = ((f"file {file}", read_file(file) if file else {}, lambda s: f"{file}: {s.name}"),
@@ -175,6 +210,16 @@ def resolve(flags: Mapping[str, Any], environment: Mapping[str, str] | None = No
             config = replace(config, **{setting.group: group})
             origin[name] = f"{source} {setting.variable}" if source == "environment" else source
     return Resolved(config, origin)
+
+
+def check_platform(resolved: Resolved) -> None:
+    """Raise `ConfigError` when the platform that was asked for is not there. Imports no platform."""
+    from ..discovery import list_platforms
+    name, origin = resolved.config.platform.platform, resolved.origin["platform"]
+    if name != "auto" and name not in (found := sorted(list_platforms())):
+        source = "" if origin == "command line" else f" ({origin})"
+        raise ConfigError(f"--platform {name}{source}: no such platform is installed{suggest(name, found)}; there are: "
+                          f"{', '.join(found)} (`isthmus doctor` says which can run here)")
 
 
 def value_of(config: Config, setting: Setting) -> Any:

@@ -2,10 +2,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from ..registry import Registry
-from .request import Request
+
+if TYPE_CHECKING:
+    from .request import Request
 
 AGED = 10.0    # seconds after which a waiting request is served in order of arrival, whatever the policy prefers
 WINDOW = 128   # waiting requests that a policy may look at in one step, so that a long queue costs no more

@@ -1,0 +1,99 @@
+"""What the command line says about settings and this machine: doctor, explain, the banner."""
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+from isthmus.core.cli import doctor
+from isthmus.core.cli.banner import banner, base_url
+from isthmus.core.cli.main import main
+from isthmus.core.config import Config, ServerSettings
+
+from .checkpoints import tiny_llama_gguf
+
+
+@pytest.fixture(autouse=True)
+def no_settings_from_outside(monkeypatch):
+    for name in list(os.environ):
+        if name.startswith("ISTHMUS_") and name != "ISTHMUS_CACHE":
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return str(tiny_llama_gguf(tmp_path_factory.mktemp("tiny") / "tiny.gguf"))
+
+
+def test_doctor_has_a_verdict_in_twenty_lines(capsys):
+    assert main(["doctor"]) == 0
+    text = capsys.readouterr().out
+    assert len(text.splitlines()) <= 20
+    assert "* " in text and "reference" in text and "`isthmus serve` runs on" in text
+    assert main(["doctor", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["platforms"]["reference"]["available"] and report["libraries"]["numpy"]
+    assert report["chosen"] in report["platforms"]
+
+
+def test_doctor_survives_whatever_is_broken(monkeypatch, capsys):
+    def broken(*_):
+        raise OSError("/proc is not mounted")
+    monkeypatch.setattr(doctor, "_memory", broken)
+    monkeypatch.setattr(doctor, "version", broken)
+    monkeypatch.setattr("isthmus.core.discovery.probe_all", lambda options=None: {
+        **{f"p{i}": ImportError("no module\nnamed " + "x" * 500) for i in range(30)}, "q": RuntimeError()})
+    assert main(["doctor"]) == 1
+    text = capsys.readouterr().out
+    assert len(text.splitlines()) <= 20 and "no platform can run here" in text and "pip install" in text
+    monkeypatch.setattr("isthmus.core.discovery.probe_all", broken)
+    assert main(["doctor"]) == 1
+    assert "/proc is not mounted" in capsys.readouterr().out
+
+
+def test_explain_names_values_origins_and_decisions(tiny, capsys, monkeypatch):
+    monkeypatch.setenv("ISTHMUS_PORT", "8123")
+    monkeypatch.setenv("ISTHMUS_API_KEY", "hunter2")
+    assert main(["explain", tiny, "--platform", "reference", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    settings = report["settings"]
+    assert settings["port"] == {"group": "server", "set_by": "environment ISTHMUS_PORT", "variable": "ISTHMUS_PORT",
+                                "value": 8123}
+    assert settings["platform"]["set_by"] == "command line" and settings["dtype"]["set_by"] == "default"
+    decided = {d["what"]: d["value"] for d in report["decisions"]}
+    assert decided["platform"] == "reference" and decided["model"] == "tiny" and decided["context"] == "256 tokens"
+    assert main(["explain", tiny, "--platform", "reference"]) == 0
+    text = capsys.readouterr().out
+    assert "hunter2" not in text + json.dumps(report)
+    assert "environment ISTHMUS_PORT" in text and "named by the user" in text
+
+
+def test_explain_says_what_cannot_work(tiny, capsys):
+    assert main(["explain", tiny, "--platform", "nosuch"]) == 2
+    assert "no such platform is installed" in capsys.readouterr().err
+    assert main(["explain", tiny, "--platform", "reference", "--page-size", "7", "--max-model-len", "100000"]) == 2
+    assert "--max-model-len 100000" in capsys.readouterr().out
+
+
+INFO = {"served_name": "m", "dtype": "bf16", "page_size": 16, "pages": 1000, "max_model_len": 4000, "max_running": 256,
+        "report": [f"note {i}" for i in range(9)], "platform": "cpu", "platform_reason": "the fastest found",
+        "weight_bytes": 98e6, "kv_bytes": 2.5e9}
+
+
+def test_the_banner_fits_and_can_be_pasted():
+    lines = banner(INFO, Config(), "http://127.0.0.1:8000", 3.21).splitlines()
+    assert len(lines) <= 12
+    text = "\n".join(lines)
+    assert "OPENAI_BASE_URL=http://127.0.0.1:8000/v1" in text and "4.0 requests of that length" in text
+    assert "and 6 more" in text and "98 MB" in text and "2.50 GB" in text
+    curl = next(line for line in lines if "curl" in line)
+    body = json.loads(curl[curl.index("-d '") + 4:-1])
+    assert body["model"] == "m" and body["messages"][0]["role"] == "user"
+    guarded = banner(INFO, Config(server=ServerSettings(api_key="hunter2")), "http://x", 1)
+    assert "hunter2" not in guarded and "Authorization: Bearer" in guarded
+
+
+@pytest.mark.parametrize("host, url", [("0.0.0.0", "http://127.0.0.1:1"), ("::", "http://[::1]:1"),
+                                       ("10.0.0.1", "http://10.0.0.1:1"), ("::1", "http://[::1]:1")])
+def test_the_address_for_clients_of_this_machine(host, url):
+    assert base_url(host, 1) == url
