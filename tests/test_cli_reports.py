@@ -8,7 +8,10 @@ import pytest
 from isthmus.core.cli import doctor
 from isthmus.core.cli.banner import banner, base_url
 from isthmus.core.cli.main import main
+from isthmus.core.cli.settings import resolve
 from isthmus.core.config import Config, ServerSettings
+from isthmus.core.platform import Unavailable
+from isthmus.platforms.options import check_options
 
 from .checkpoints import tiny_llama_gguf
 
@@ -34,6 +37,50 @@ def test_doctor_has_a_verdict_in_twenty_lines(capsys):
     report = json.loads(capsys.readouterr().out)
     assert report["platforms"]["reference"]["available"] and report["libraries"]["numpy"]
     assert report["chosen"] in report["platforms"]
+
+
+@pytest.mark.parametrize("words, code, parts", [
+    (["--platform", "reference"], 0, ["* reference", "(asked for)", "`isthmus serve --platform reference` runs on"]),
+    (["--platform", "null"], 0, ["* null", "makes words up", "+ reference"]),
+    (["--platform", "referense"], 1, ["- referense", "not installed; did you mean reference? (asked for)",
+                                      "`isthmus serve --platform referense` cannot run here; what can: "]),
+    (["--platform", "null", "--platform-option", "dealy_ms=5"], 1,
+     ["- null", "the null platform has no option dealy_ms; did you mean delay_ms? (asked for)", "+ reference"]),
+    (["--platform", "null", "--platform-option", "delay_ms=5"], 0, ["* null", "+ reference"]),
+])
+def test_doctor_says_whether_the_platform_that_was_asked_for_can_run(words, code, parts, capsys):
+    assert main(["doctor", *words]) == code
+    text = capsys.readouterr().out
+    assert all(part in text for part in parts), text
+    assert text.count("* ") == (2 if code == 0 else 1), "the legend, and the one that is taken"
+    assert main(["doctor", "--json", *words]) == code
+    report = json.loads(capsys.readouterr().out)
+    assert report["asked"] == words[1] and report["chosen"] == (None if code else words[1])
+
+
+def test_doctor_explains_its_marks_and_tells_peers_from_helpers(capsys):
+    assert main(["doctor"]) == 0
+    text = capsys.readouterr().out
+    assert "(* would be taken, + can run too, - cannot run here)" in text
+    lines = {line.split()[1]: line for line in text.splitlines() if line.startswith("  ")}
+    assert "makes words up" in lines["null"] and "slow" in lines["reference"]
+
+
+@pytest.mark.parametrize("module", ["cpu", "null", "reference"])
+def test_an_option_that_a_platform_lacks_is_named_with_what_was_meant(module):
+    platform = pytest.importorskip(f"isthmus.platforms.{module}.platform", exc_type=Exception)
+    with pytest.raises(Unavailable, match=f"the {module} platform has no option threds"):
+        platform.Platform({"threds": "2"}).probe()
+
+
+def test_options_of_platforms():
+    check_options("x", ["threads"], ("threads", "check"))
+    with pytest.raises(Unavailable, match=r"the x platform has no option thread; did you mean threads\?"):
+        check_options("x", ["threads", "thread"], ("threads", "check"))
+    with pytest.raises(Unavailable, match="no option zebra; it has threads, check"):
+        check_options("x", ["zebra"], ("threads", "check"))
+    with pytest.raises(Unavailable, match="no option a; it has none"):
+        check_options("x", ["a"], ())
 
 
 def test_doctor_survives_whatever_is_broken(monkeypatch, capsys):
@@ -73,6 +120,44 @@ def test_explain_says_what_cannot_work(tiny, capsys):
     assert "no such platform is installed" in capsys.readouterr().err
     assert main(["explain", tiny, "--platform", "reference", "--page-size", "7", "--max-model-len", "100000"]) == 2
     assert "--max-model-len 100000" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("model, words", [("nope", "'nope' is no known model"), ("./nope.gguf", "no such file"),
+                                          ("/no/where", "no such file"), ("a/b.gguf", "no such file")])
+def test_explain_finds_that_there_is_no_such_model(model, words, capsys):
+    assert main(["explain", model, "--platform", "reference"]) == 2
+    assert words in capsys.readouterr().out
+
+
+def test_explain_downloads_nothing(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("ISTHMUS_CACHE", str(tmp_path))
+    monkeypatch.setattr("isthmus.core.weights.sources.resolve_model", lambda *_: pytest.fail("would download"))
+    for model in ("gemma3-270m", "SmolLM2-135M-instruct", "owner/name", "owner/name:Q4_K_M"):
+        assert main(["explain", model, "--platform", "reference"]) == 0
+        assert "not on this machine yet" in capsys.readouterr().out
+
+
+def test_explain_shows_the_variables_that_are_no_settings(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("ISTHMUS_CACHE", str(tmp_path))
+    main(["explain", "nope"])
+    text = capsys.readouterr().out
+    assert str(tmp_path) in text and "folder for downloaded models" in text and "ISTHMUS_CONFIG" in text
+    main(["explain", "nope", "--json"])
+    assert json.loads(capsys.readouterr().out)["environment"]["ISTHMUS_CACHE"] == str(tmp_path)
+
+
+def test_help_shows_how_a_settings_file_looks_and_the_file_works(capsys, tmp_path):
+    with pytest.raises(SystemExit):
+        main(["serve", "--help"])
+    text = capsys.readouterr().out
+    assert "{fcfs,lpm}" in text and "{lru}" in text and "ISTHMUS_CACHE" in text and "ISTHMUS_CONFIG" in text
+    assert "/health stays 200" in " ".join(text.split()) and "exit code 1" in text
+    lines = text[text.index("settings in a YAML file"):].splitlines()
+    file = tmp_path / "c.yaml"
+    file.write_text("\n".join(line[2:] for line in lines if line.startswith("  ")))
+    config = resolve({}, {}, file).config
+    assert (config.server.port, config.scheduler.max_running_requests) == (9000, 64)
+    assert config.platform.platform_option == ("threads=8",)
 
 
 INFO = {"served_name": "m", "dtype": "bf16", "page_size": 16, "pages": 1000, "max_model_len": 4000, "max_running": 256,

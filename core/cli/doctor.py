@@ -9,9 +9,10 @@ from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from ..config import PlatformSettings
 from ..env import cache_dir
 from .banner import size
-from .settings import Resolved
+from .settings import Resolved, suggest
 from .version import isthmus_version
 
 LIBRARIES = ("numpy", "msgspec", "pyzmq", "starlette", "uvicorn", "tokenizers", "jinja2", "huggingface-hub",
@@ -25,8 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, resolved: Resolved) -> int:
-    """0 when a platform can run, 1 when none can."""
-    report = examine(resolved.config.platform.platform_option)
+    """0 when the platform that was asked for can run, or any where none was; else 1."""
+    report = examine(resolved.config.platform)
     if arguments.json:
         print(json.dumps(report, ensure_ascii=False))
     else:
@@ -34,12 +35,12 @@ def run(arguments: argparse.Namespace, resolved: Resolved) -> int:
     return 0 if report["chosen"] else 1
 
 
-def examine(options: tuple[str, ...] = ()) -> dict[str, Any]:
+def examine(settings: PlatformSettings) -> dict[str, Any]:
     """Everything that doctor knows, as plain data."""
     return {"isthmus": isthmus_version(), "python": machine.python_version(), "system": machine.platform(),
             "cpus": _processors(), "memory": _safely(_memory),
             "libraries": {name: _safely(lambda name=name: version(name)) for name in LIBRARIES},
-            "cache": str(cache_dir()), **_platforms(options)}
+            "cache": str(cache_dir()), **_platforms(settings)}
 
 
 def _safely(ask: Callable[[], Any]) -> Any:
@@ -63,25 +64,43 @@ def _memory() -> dict[str, int]:
     return {"total": memory.total, "free": memory.available}
 
 
-def _platforms(options: tuple[str, ...]) -> dict[str, Any]:
-    """Every platform's manifest in short, or its reason; and the one that would be taken."""
+def _platforms(settings: PlatformSettings) -> dict[str, Any]:
+    """Every platform's manifest in short, or its reason; the one asked for; and the one that would be taken."""
     from ..discovery import probe_all
-    from ..platform import Manifest
     from ..startup import platform_options
+    asked = None if settings.platform == "auto" else settings.platform
+    options = platform_options(settings.platform_option)
     try:
-        probed = probe_all(platform_options(options))
+        probed = probe_all({} if asked else options)
     except Exception as error:  # such as two packages that claim one name
-        return {"platforms": {}, "chosen": None, "problem": str(error)}
-    found: dict[str, Any] = {}
-    for name, answer in probed.items():
-        if isinstance(answer, Manifest):
-            found[name] = {"available": True, "device": answer.device, "dtypes": answer.compute_dtypes,
-                           "rank": answer.rank, "memory_free": answer.memory_free, "details": dict(answer.details)}
-        else:
-            found[name] = {"available": False, "reason": " ".join(str(answer).split()) or type(answer).__name__}
-    usable = [name for name, entry in found.items() if entry["available"]]
+        return {"platforms": {}, "asked": asked, "chosen": None, "problem": str(error)}
+    found = {name: _finding(answer) for name, answer in probed.items()}
+    if asked and asked not in found:
+        found[asked] = {"available": False, "reason": f"not installed{suggest(asked, found)}"}
+    elif asked and options:
+        found[asked] = _finding(_probe(asked, options))
+    usable = [name for name, entry in found.items() if entry["available"] and asked in (None, name)]
     chosen = max(usable, key=lambda name: (found[name]["rank"], name), default=None)
-    return {"platforms": found, "chosen": chosen, "problem": None}
+    return {"platforms": found, "asked": asked, "chosen": chosen, "problem": None}
+
+
+def _probe(name: str, options: dict[str, str]) -> Any:
+    from ..discovery import load_platform
+    try:
+        platform = load_platform(name, options)
+        manifest = platform.probe()
+        getattr(platform, "close", lambda: None)()
+        return manifest
+    except Exception as error:  # why it cannot run is what doctor is asked for
+        return error
+
+
+def _finding(answer: Any) -> dict[str, Any]:
+    """A manifest, or the exception in its place, as plain data."""
+    if isinstance(answer, Exception):
+        return {"available": False, "reason": " ".join(str(answer).split()) or type(answer).__name__}
+    return {"available": True, "device": answer.device, "dtypes": answer.compute_dtypes, "rank": answer.rank,
+            "memory_free": answer.memory_free, "details": dict(answer.details)}
 
 
 def lines(report: dict[str, Any]) -> list[str]:
@@ -89,27 +108,49 @@ def lines(report: dict[str, Any]) -> list[str]:
     memory = report["memory"]
     space = f"{size(memory['free'])} of {size(memory['total'])} free" if isinstance(memory, dict) else memory
     out = [f"isthmus {report['isthmus']}, Python {report['python']}, {report['system']}",
-           f"{report['cpus']} processors, memory {space}", "platforms:"]
-    names = sorted(report["platforms"], key=lambda n: (not report["platforms"][n]["available"], n))
-    width = max(map(len, names), default=0)
-    for name in names[:MAX_PLATFORMS]:
-        entry = report["platforms"][name]
-        if entry["available"]:
-            mark = "*" if name == report["chosen"] else "+"
-            text = f"{entry['device']}; {', '.join(entry['dtypes'])}; {size(entry['memory_free'])} free"
-        else:
-            mark, text = "-", entry["reason"].removeprefix(f"--platform={name}: ")[:MAX_REASON]
-        out.append(f"  {mark} {name:{width}}  {text}")
-    if len(names) > MAX_PLATFORMS:
-        out.append(f"    and {len(names) - MAX_PLATFORMS} more: isthmus doctor --json")
+           f"{report['cpus']} processors, memory {space}",
+           "platforms (* would be taken, + can run too, - cannot run here):"]
+    out += _platform_lines(report)
     libraries = report["libraries"]
     out.append("libraries: " + ", ".join(f"{n} {v}" for n, v in libraries.items() if v))
     if missing := [n for n, v in libraries.items() if not v]:
-        out.append("not installed: " + ", ".join(missing))
-    out.append(f"downloads are kept in {report['cache']}")
-    if report["chosen"]:
-        out.append(f"ready: `isthmus serve` runs on {report['chosen']}")
-    else:
-        out.append(f"no platform can run here: {report['problem'] or 'see the reasons above'}; "
-                   "`pip install \"isthmus[cpu]\"` gives one that runs everywhere")
+        out.append(f"not installed, and needed only by platforms that compute with them: {', '.join(missing)}")
+    out.append(f"downloads are kept in {report['cache']} (ISTHMUS_CACHE)")
+    return [*out, _verdict(report)]
+
+
+def _platform_lines(report: dict[str, Any]) -> list[str]:
+    asked, entries = report["asked"], report["platforms"]
+    names = sorted(entries, key=lambda n: (n != asked, not entries[n]["available"], n))
+    width = max(map(len, names), default=0)
+    out = []
+    for name in names[:MAX_PLATFORMS]:
+        entry = entries[name]
+        if entry["available"]:
+            mark = "*" if name == report["chosen"] else "+"
+            text = f"{entry['device']}; {', '.join(entry['dtypes'])}; {size(entry['memory_free'])} free{_limits(entry)}"
+        else:
+            mark, text = "-", entry["reason"].removeprefix(f"platform {name!r}: ")[:MAX_REASON]
+        out.append(f"  {mark} {name:{width}}  {text}{' (asked for)' if name == asked else ''}")
+    if len(names) > MAX_PLATFORMS:
+        out.append(f"    and {len(names) - MAX_PLATFORMS} more: isthmus doctor --json")
     return out
+
+
+def _limits(entry: dict[str, Any]) -> str:
+    """What a platform that is no peer of the others is good for, by its rank."""
+    if entry["rank"] > 0:
+        return ""
+    return "; slow, to compare with" if entry["rank"] == 0 else "; makes words up, for tests of the server"
+
+
+def _verdict(report: dict[str, Any]) -> str:
+    asked, chosen = report["asked"], report["chosen"]
+    command = "isthmus serve" + (f" --platform {asked}" if asked else "")
+    if chosen:
+        return f"ready: `{command}` runs on {chosen}{_limits(report['platforms'][chosen])}"
+    if asked and report["platforms"]:
+        others = [n for n, e in report["platforms"].items() if e["available"] and e["rank"] >= 0]
+        return f"`{command}` cannot run here; what can: {', '.join(others) or 'nothing'}"
+    return (f"no platform can run here: {report['problem'] or 'see the reasons above'}; "
+            "`pip install \"isthmus[cpu]\"` gives one that runs everywhere")

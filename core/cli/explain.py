@@ -3,9 +3,10 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
+import os
 
 from ..config import Config
+from ..env import VARIABLES, cache_dir
 from ..errors import IsthmusError
 from ..platform import Manifest, Unavailable, Unsupported
 from .banner import DTYPES, size
@@ -26,8 +27,8 @@ def run(arguments: argparse.Namespace, resolved: Resolved) -> int:
         values = {s.name: {"group": s.group, "set_by": resolved.origin[s.name], "variable": s.variable,
                            "value": "(hidden)" if s.name in SECRET and value_of(resolved.config, s) is not None
                            else value_of(resolved.config, s)} for s in settings}
-        print(json.dumps({"settings": values, "decisions": [{"what": w, "value": v, "why": y} for w, v, y in made]},
-                         ensure_ascii=False))
+        print(json.dumps({"settings": values, "environment": {name: os.environ.get(name) for name in VARIABLES},
+                          "decisions": [{"what": w, "value": v, "why": y} for w, v, y in made]}, ensure_ascii=False))
         return 2 if failed else 0
     width = max(len(s.flag) for s in settings)
     wide = max(len(shown(resolved.config, s)) for s in settings)
@@ -37,10 +38,18 @@ def run(arguments: argparse.Namespace, resolved: Resolved) -> int:
             group = setting.group
             print(f"{group}")
         print(f"  {setting.flag:{width}}  {shown(resolved.config, setting):{wide}}  {resolved.origin[setting.name]}")
+    print("environment")
+    for name, meaning in VARIABLES.items():
+        print(f"  {name:{width}}  {shown_variable(name):{wide}}  {meaning}")
     print("decisions")
     for what, value, why in made:
         print(f"  {what:{width}}  {value}" + (f"  ({why})" if why else ""))
     return 2 if failed else 0
+
+
+def shown_variable(name: str) -> str:
+    """Its value for people, or what holds without it."""
+    return os.environ.get(name) or (str(cache_dir()) if name == "ISTHMUS_CACHE" else "-")
 
 
 def decisions(config: Config) -> tuple[list[tuple[str, str, str]], bool]:
@@ -67,7 +76,8 @@ def _sizes(config: Config, manifest: Manifest, dtype: str, page: int) -> list[tu
     from ..models.loader import read_config
     from ..startup import fit_memory
     from ..weights.checkpoint import open_checkpoint
-    path = _model_here(config.model.model)
+    from ..weights.sources import find_model
+    path = find_model(config.model.model)
     if path is None:
         return [("model", config.model.model or "the default", "not on this machine yet: `isthmus pull` fetches it")]
     with open_checkpoint(path) as checkpoint:
@@ -81,12 +91,3 @@ def _sizes(config: Config, manifest: Manifest, dtype: str, page: int) -> list[tu
             ("context", f"{sizes.max_model_len} tokens", "; ".join(notes)),
             ("running requests", f"{sizes.max_running} at most", ""),
             ("prefill chunk", f"{sizes.chunk} tokens", "")]
-
-
-def _model_here(name: str | None) -> Path | None:
-    """The model's path if nothing has to be downloaded for it."""
-    from ..weights.sources import DEFAULT, list_models
-    name = name or DEFAULT
-    if Path(name).expanduser().exists():
-        return Path(name).expanduser()
-    return next((entry.path for entry in list_models() if entry.name == name.lower() and entry.path), None)

@@ -65,6 +65,19 @@ def resolve_model(name: str | None = None, revision: str | None = None, progress
     return hub.fetch(hub_name, revision, progress)
 
 
+def find_model(name: str | None = None) -> Path | None:
+    """The path of a model if it is on this machine, None if it would have to be downloaded.
+
+    Raises `CheckpointError`, as `resolve_model` does, for what is neither a name, a path nor a hub id.
+    """
+    name = DEFAULT if name is None else name
+    for entry in list_models():
+        if entry.name in (name, name.lower()):
+            return entry.path
+    to_download = hub.parse_name(name) and not _looks_like_path(name) and not Path(name).expanduser().exists()
+    return None if to_download else resolve_model(name)
+
+
 def _looks_like_path(name: str) -> bool:
     return name.startswith(("/", ".", "~")) or "\\" in name or name.count("/") > 1 and ":" not in name or \
         name.endswith((".gguf", ".safetensors")) and ":" not in name or not name

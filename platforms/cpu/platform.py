@@ -26,6 +26,7 @@ from ...core.platform import (
     WeightSpec,
 )
 from ..expand import CODECS
+from ..options import check_options
 
 try:
     import torch
@@ -60,7 +61,8 @@ class Platform:
         capability = torch.backends.cpu.get_cpu_capability()
         dtypes = ("bf16", "f32") if native_bf16() else ("f32", "bf16")
         return Manifest(
-            name="cpu", device=f"{processor_name()}, {threads} threads", interface=INTERFACE_VERSION,
+            name="cpu", device=f"{processor_name()}, {threads} thread{'s' if threads > 1 else ''}",
+            interface=INTERFACE_VERSION,
             compute_dtypes=dtypes, kv_dtypes=dtypes, formats=KEPT, page_sizes=(16, 1, 4, 8, 32, 64, 128),
             buckets=None, memory_total=total, memory_free=free, features=frozenset(FEATURES), determinism="T2", rank=10,
             details={"torch": torch.__version__, "capability": capability, "threads": str(threads),
@@ -134,9 +136,7 @@ class Platform:
         return self._ready().submit(torch.inference_mode()(work), *args).result()
 
     def _threads(self) -> int:
-        unknown = self.options.keys() - {"threads"}
-        if unknown:
-            raise Unavailable(f"the cpu platform has no option {', '.join(sorted(unknown))}; it has: threads")
+        check_options("cpu", self.options, ("threads",))
         asked = self.options.get("threads")
         if asked is None:
             return physical_cores()

@@ -24,9 +24,9 @@ from ...core.platform import (
     RawTensor,
     StateSpec,
     StepResult,
-    Unavailable,
     WeightSpec,
 )
+from ..options import check_options
 
 UNWRITTEN = -1
 _BASE = np.uint64(0x9E3779B97F4A7C15)
@@ -67,10 +67,7 @@ class Platform:
     interface_version = INTERFACE_VERSION
 
     def __init__(self, options: Mapping[str, str]):
-        unknown = set(options) - {"check", "delay_ms", "vocab"}
-        if unknown:
-            raise Unavailable(f"the null platform has no option {', '.join(sorted(unknown))}; "
-                              "it has check, delay_ms, vocab")
+        check_options("null", options, ("check", "delay_ms", "vocab"))
         self._check = options.get("check", "1") != "0"
         self._delay = float(options.get("delay_ms", "0")) / 1e3
         self._vocab = int(options.get("vocab", "1000"))

@@ -23,6 +23,7 @@ from ...core.platform import (
     WeightSpec,
 )
 from ..expand import CODECS
+from ..options import check_options
 from .attention import LayerCache
 from .graph import EagerStep
 from .ops import Ops, State
@@ -37,8 +38,7 @@ class Platform:
     interface_version = INTERFACE_VERSION
 
     def __init__(self, options: Mapping[str, str]) -> None:
-        if options:
-            raise Unavailable(f"the reference takes no options; it was given {', '.join(sorted(options))}")
+        check_options("reference", options, ())
 
     def probe(self, rank: int = 0, world: int = 1) -> Manifest:
         if world != 1:
