@@ -88,6 +88,8 @@ def test_yaml_keys_stand_flat_or_in_groups(tmp_path, text, group, name, value):
     ("port: 1\nserver: {port: 2}", ["c.yaml: port is set twice"]),
     ("platform-option: {threads: null}", ["c.yaml: platform_option: {'threads': None} is not a list of texts"]),
     ("eviction-policy: fifo", ["c.yaml: eviction_policy: 'fifo' is not one of lru"]),
+    ("[" * 100_000, ["c.yaml is nested too deeply"]),
+    ("max-running-requests: 1000000000", ["max_running_requests: 1000000000 is out of range"]),
     ("port: true", ["port: True is not a whole number"]),
     ("port: 1.5", ["1.5"]),
     ("!!python/object/apply:os.getcwd []", ["could not determine a constructor"]),

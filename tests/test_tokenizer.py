@@ -321,6 +321,14 @@ def test_folder_keeps_control_tokens_out_of_plain_text(tmp_path):
     assert {ids["<think>"], ids["</think>"]} <= set(literal.tolist()) and tokenizer.decode(literal) == text
 
 
+@pytest.mark.parametrize("odd", [-5, 10**12, 2**63, [2**80, True, None], "two", {}])
+def test_odd_end_ids_are_left_out(tmp_path, odd):
+    folder = make_folder(tmp_path)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": odd}))
+    vocab = folder_vocab(folder)
+    assert set(vocab.eos_ids) <= {vocab.texts.index("</s>"), 1}
+
+
 def test_folder_settings(tmp_path):
     tokenizer = Tokenizer(folder_vocab(make_folder(tmp_path)))
     assert tokenizer.add_bos and not tokenizer.add_eos

@@ -167,6 +167,8 @@ def _load_yaml(path: Path) -> dict[Any, Any]:
                           f"{error.problem or error.context}") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not YAML: {getattr(error, 'reason', None) or error}") from None
+    except RecursionError:
+        raise ConfigError(f"{path} is nested too deeply for settings") from None
     except (OSError, UnicodeError) as error:
         raise ConfigError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
     if not isinstance(data, dict | None):

@@ -81,7 +81,8 @@ def _end_ids(folder: Path, library: Library, names: dict[str, str]) -> tuple[int
     for file in ("generation_config.json", "config.json"):
         value = _json(folder / file).get("eos_token_id")
         ids += value if isinstance(value, list) else [value]
-    return tuple(dict.fromkeys(i for i in ids if isinstance(i, int) and library.id_to_token(i) is not None))
+    known = (i for i in ids if isinstance(i, int) and 0 <= i < 2**31 and library.id_to_token(i) is not None)
+    return tuple(dict.fromkeys(known))
 
 
 def _adds(settings: dict[str, Any], name: str, library: Library, token: int | None, place: int) -> bool:
