@@ -36,6 +36,7 @@ class EngineInfo:
     served_name: str
     platform: str
     platform_reason: str
+    platform_rank: int
     device: str
     dtype: str
     kv_dtype: str
@@ -210,7 +211,7 @@ def _info(config: Config, loaded: startup.Loaded, seconds: float) -> EngineInfo:
     return EngineInfo(
         model=model.config.name, model_path=str(loaded.path),
         served_name=config.model.served_model_name or model.config.name,
-        platform=manifest.name, platform_reason=loaded.reason, device=manifest.device,
+        platform=manifest.name, platform_reason=loaded.reason, platform_rank=manifest.rank, device=manifest.device,
         dtype=loaded.dtype, kv_dtype=sizes.state.dtype, page_size=sizes.page_size, pages=sizes.pages - 1,
         max_model_len=sizes.max_model_len, vocab_size=model.config.vocab_size, max_running=sizes.max_running,
         kv_bytes=sizes.pages * sizes.state.page_bytes(), weight_bytes=model.nbytes,

@@ -12,24 +12,30 @@ import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from ..config import Config
 from ..errors import ConfigError, RequestError
-from .session import fetch, in_thread, make_local_client, open_text
+from .sampling import check_options
+from .session import fetch, in_thread, make_local_client, open_text, platform_warning
+from .settings import Resolved, list_settings
 
 Message = dict[str, str]
 Prompt = str | Sequence[Message]
 
-NUMBERS = {"temperature": float, "top_p": float, "min_p": float, "top_k": int, "max_tokens": int, "seed": int,
-           "repetition_penalty": float, "presence_penalty": float, "frequency_penalty": float}
 RESPONSE_TIMEOUT_S = 600
+TOO_LONG = "context_length_exceeded"
+NO_TEMPLATE = ("no chat template", "must provide a chat template")  # as servers put it
 
 
 @dataclass
 class Turn:
-    """One answer in numbers. Times in seconds; decode counts from the first token on."""
+    """One answer in numbers. Times in seconds; decode counts from the first token on.
+
+    prompt_tokens: 0 while the other side has not told; completion_tokens are then the pieces of text that came.
+    """
 
     began: float
     first: float | None = None
@@ -48,10 +54,19 @@ class Turn:
         """"42 tokens, 31.5 tok/s, first after 0.12 s, 80 of 96 prompt tokens cached"."""
         if self.first is None or self.last is None:
             return "no tokens"
-        spent = self.last - self.first
-        speed = f", {(self.completion_tokens - 1) / spent:.1f} tok/s" if spent and self.completion_tokens > 1 else ""
-        return (f"{self.completion_tokens} tokens{speed}, first after {self.first - self.began:.2f} s, "
-                f"{self.cached_tokens} of {self.prompt_tokens} prompt tokens cached")
+        spent, tokens = self.last - self.first, self.completion_tokens
+        speed = f", {(tokens - 1) / spent:.1f} tok/s" if spent and tokens > 1 else ""
+        cached = f", {self.cached_tokens} of {self.prompt_tokens} prompt tokens cached" if self.prompt_tokens else ""
+        return (f"{'' if self.prompt_tokens else 'about '}{tokens} token{'' if tokens == 1 else 's'}{speed}, first "
+                f"after {self.first - self.began:.2f} s{cached}")
+
+    def cut(self, limit: int | None) -> str:
+        """Why the answer ends in the middle, or "". `limit`: the most tokens that were asked for."""
+        if self.finish != "length":
+            return ""
+        if limit is not None and self.completion_tokens >= limit:
+            return f"cut at max_tokens {limit}"
+        return "cut at the end of the context"
 
 
 class LocalBackend:
@@ -59,43 +74,53 @@ class LocalBackend:
 
     def __init__(self, config: Config):
         self.config = config
-        self.name = ""
+        self.name = self.warning = ""
         self.client: Any = None
         self.text: Any = None
 
-    async def start(self, progress: Any) -> None:
-        """Fetch and load the model."""
+    async def open(self, progress: Any) -> None:
+        """Fetch the model and open its text side; `name` and `can_chat` are known then."""
         loop = asyncio.get_running_loop()
-        local = await in_thread(fetch, self.config, lambda *args: loop.call_soon_threadsafe(progress, *args))
-        self.text = await in_thread(open_text, local)
-        self.client = make_local_client(local, self.text)
+        self.config = await in_thread(fetch, self.config, lambda *args: loop.call_soon_threadsafe(progress, *args))
+        self.text = await in_thread(open_text, self.config)
+        self.name = self.config.model.served_model_name or Path(self.config.model.model).stem
+
+    async def load(self, progress: Any) -> None:
+        """Load the engine."""
+        self.client = make_local_client(self.config, self.text)
         await self.client.start(progress)
         self.name = f"{self.client.info['served_name']} on {self.client.info['platform']}"
+        self.warning = platform_warning(self.client.info)
 
     @property
     def can_chat(self) -> bool:
         """Whether the model has a chat template."""
         return self.text.template is not None
 
-    async def stream(self, prompt: Prompt, options: Mapping[str, Any], turn: Turn) -> AsyncIterator[str]:
-        """The answer to a conversation, or the continuation of a text; numbers go into `turn`."""
-        import msgspec
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The sampling options that the model's makers recommend."""
+        return self.client.info["sampling_defaults"]
 
-        from ..messages import SamplingParams, Submit, Watch, pack_ids
+    async def stream(self, prompt: Prompt, options: Mapping[str, Any], turn: Turn,
+                     limit: int | None = None) -> AsyncIterator[str]:
+        """The answer to a conversation, or the continuation of a text; numbers go into `turn`.
+
+        limit: tokens of the answer unless `options` has max_tokens; None = as many as the context leaves.
+        Raises `RequestError` for what cannot be served.
+        """
+        from ..messages import Submit, Watch, pack_ids
+        from ..server.validate import Bounds, output_limit, sampling_params
         if isinstance(prompt, str):
             ids = await self.text.encode(prompt)
         else:
             ids = await self.text.encode_chat(prompt, sum(len(m["content"]) for m in prompt))
-        room = self.client.info["max_model_len"] - len(ids)
-        if room < 1:
-            raise RequestError(f"the conversation has {len(ids)} tokens, the context is "
-                               f"{self.client.info['max_model_len']}: /clear starts afresh")
-        wanted = {"seed": secrets.randbits(31), **options}
-        wanted["max_tokens"] = min(room, wanted.get("max_tokens") or room)
-        params = msgspec.convert(wanted, SamplingParams)
-        id = secrets.token_hex(8)
-        submit = Submit(id, pack_ids(ids), params, arrival=time.monotonic())
-        watch = Watch(id, params.stop, params.include_stop, params.skip_special, params.min_tokens)
+        bounds = Bounds(self.client.info["vocab_size"], self.client.info["max_model_len"], 1, self.defaults)
+        fields = check_options(options)
+        room = output_limit(fields.max_tokens, limit, len(ids), bounds, "messages")
+        params = sampling_params(fields, bounds, room)
+        submit = Submit(secrets.token_hex(8), pack_ids(ids), params, arrival=time.monotonic())
+        watch = Watch(submit.id, params.stop, params.include_stop, params.skip_special, params.min_tokens)
         async with aclosing(self.client.generate(submit, watch)) as outputs:
             async for output in outputs:
                 turn.mark()
@@ -116,36 +141,55 @@ class RemoteBackend:
     """A server that speaks OpenAI's API; `url` with or without /v1."""
 
     def __init__(self, url: str, model: str | None = None, api_key: str | None = None):
-        parts = urlsplit(url if "://" in url else f"http://{url}")
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        try:
+            parts = urlsplit(url if "://" in url else f"http://{url}")
+            valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        except ValueError:  # a port that is no number, brackets without an address
+            valid = False
+        if not valid:
             raise ConfigError(f"--url {url}: expected something like http://127.0.0.1:8000")
         self.secure, self.address = parts.scheme == "https", parts.netloc
         self.path = parts.path.rstrip("/").removesuffix("/v1") + "/v1"
         self.model, self.headers = model, {"Content-Type": "application/json"}
         if api_key:
             self.headers["Authorization"] = f"Bearer {api_key}"
-        self.name = ""
+        self.name, self.warning, self.can_chat, self.defaults = "", "", True, {}
 
-    async def start(self, progress: Any) -> None:
-        """Ask the server what it serves."""
+    async def open(self, progress: Any) -> None:
+        """Ask the server what it serves, and whether that can chat."""
         progress(f"connect to {self.address}", 0, 0)
         served = await asyncio.to_thread(self._models)
+        if self.model and self.model not in served:
+            raise ConfigError(f"{self.address} has no model {self.model}; it serves {', '.join(served[:8])}")
         self.model = self.model or served[0]
+        self.can_chat = await asyncio.to_thread(self._has_template)
         self.name = f"{self.model} at {self.address}"
 
-    @property
-    def can_chat(self) -> bool:
-        """The server decides."""
-        return True
+    async def load(self, progress: Any) -> None:
+        """The server has loaded it."""
 
-    async def stream(self, prompt: Prompt, options: Mapping[str, Any], turn: Turn) -> AsyncIterator[str]:
-        """As `LocalBackend.stream`. Leaving early closes the connection, which ends the request over there."""
+    async def stream(self, prompt: Prompt, options: Mapping[str, Any], turn: Turn,
+                     limit: int | None = None) -> AsyncIterator[str]:
+        """As `LocalBackend.stream`. Where `limit` does not fit the context, the server's own default counts."""
         body: dict[str, Any] = {"model": self.model, "stream": True, "stream_options": {"include_usage": True}}
-        body |= options
         body |= {"prompt": prompt} if isinstance(prompt, str) else {"messages": list(prompt)}
+        body |= options
+        tries = [body] if limit is None or "max_tokens" in options else [body | {"max_tokens": limit}, body]
+        for asked in tries:
+            try:
+                async with aclosing(self._stream(asked, turn)) as pieces:
+                    async for piece in pieces:
+                        yield piece
+                return
+            except RequestError as error:
+                if error.code != TOO_LONG or turn.first is not None or asked is body:
+                    raise
+
+    async def _stream(self, body: Mapping[str, Any], turn: Turn) -> AsyncIterator[str]:
+        """One request. Leaving early closes the connection, which ends the request over there."""
         loop, queue = asyncio.get_running_loop(), asyncio.Queue()
         connection, opened = self._connect(), []
-        path = self.path + ("/completions" if isinstance(prompt, str) else "/chat/completions")
+        path = self.path + ("/completions" if "prompt" in body else "/chat/completions")
 
         def put(item: Any) -> None:
             loop.call_soon_threadsafe(queue.put_nowait, item)
@@ -157,8 +201,10 @@ class RemoteBackend:
                 for event in self._events(connection, path, body):
                     put(event)
                 put(None)
+            except RequestError as error:
+                put(error)
             except Exception as error:  # carried to the reader below
-                put(error if isinstance(error, RequestError) else RequestError(f"{self.address}: {error}", status=502))
+                put(self._unreachable(error))
 
         threading.Thread(target=read, daemon=True).start()
         try:
@@ -180,24 +226,52 @@ class RemoteBackend:
         kind = http.client.HTTPSConnection if self.secure else http.client.HTTPConnection
         return kind(self.address, timeout=RESPONSE_TIMEOUT_S)
 
+    def _unreachable(self, error: Exception) -> RequestError:
+        reason = (getattr(error, "strerror", None) or str(error) or type(error).__name__).lower()
+        return RequestError(f"no server answers at {self.address} ({reason}): start one with `isthmus serve`, or check "
+                            "--url", status=502)
+
     def _request(self, connection: Any, method: str, path: str, body: Any = None) -> http.client.HTTPResponse:
         try:
             connection.request(method, path, body and json.dumps(body).encode(), self.headers)
             response = connection.getresponse()
-        except OSError as error:
-            raise RequestError(f"no server answers at {self.address}: {error}", status=502) from None
+        except (OSError, http.client.HTTPException) as error:
+            raise self._unreachable(error) from None
         if response.status != 200:
             text = response.read(100_000).decode(errors="replace")
-            raise RequestError(_message(text) or f"{self.address} answered {response.status}", status=response.status)
+            known = _error(text)
+            raise RequestError(known.get("message") or text.strip()[:500]
+                               or f"{self.address} answered {response.status}", status=response.status,
+                               code=known.get("code"))
         return response
 
-    def _models(self) -> list[str]:
+    def _get(self, method: str, path: str, body: Any = None) -> Any:
+        """The JSON of a whole answer."""
         connection = self._connect()
         try:
-            data = json.loads(self._request(connection, "GET", self.path + "/models").read())
-            return [entry["id"] for entry in data["data"]] or ["default"]
+            return json.loads(self._request(connection, method, path, body).read())
         finally:
             connection.close()
+
+    def _models(self) -> list[str]:
+        try:
+            return [entry["id"] for entry in self._get("GET", self.path + "/models")["data"]] or ["default"]
+        except RequestError as error:
+            if error.status != 404:
+                raise
+        except (ValueError, LookupError, TypeError):  # something else than this API answers
+            pass
+        raise ConfigError(f"--url: {self.address} has no {self.path}/models, so it is not the address of a server "
+                          "that speaks OpenAI's API, such as http://127.0.0.1:8000")
+
+    def _has_template(self) -> bool:
+        """False when the server says that it cannot chat. Only those with /tokenize can be asked without an answer."""
+        try:
+            self._get("POST", self.path.removesuffix("/v1") + "/tokenize",
+                      {"model": self.model, "messages": [{"role": "user", "content": "hello"}]})
+        except (RequestError, ValueError) as error:
+            return not any(words in str(error) for words in NO_TEMPLATE)
+        return True
 
     def _events(self, connection: Any, path: str, body: Any) -> Any:
         """The JSON of each server-sent event up to [DONE]; comments and other fields are skipped."""
@@ -208,15 +282,18 @@ class RemoteBackend:
             if data:
                 event = json.loads(data)
                 if "error" in event:
-                    raise RequestError(_message(data) or data, status=500)
+                    known = _error(data)
+                    raise RequestError(known.get("message") or data[:500], status=500, code=known.get("code"))
                 yield event
 
 
-def _message(text: str) -> str:
+def _error(text: str) -> dict[str, Any]:
+    """What is inside OpenAI's error envelope; {} for anything else."""
     try:
-        return json.loads(text)["error"]["message"]
+        found = json.loads(text)["error"]
     except (ValueError, KeyError, TypeError):
-        return text.strip()[:500]
+        return {}
+    return found if isinstance(found, dict) else {"message": str(found)}
 
 
 def _take(event: Mapping[str, Any], turn: Turn) -> str:
@@ -230,6 +307,7 @@ def _take(event: Mapping[str, Any], turn: Turn) -> str:
         turn.finish = choice.get("finish_reason") or turn.finish
     if piece:
         turn.mark()
+        turn.completion_tokens += not turn.prompt_tokens
     return piece
 
 
@@ -239,41 +317,15 @@ def add_backend_arguments(parser: Any) -> None:
     parser.add_argument("--api-key", dest="url_key", metavar="KEY", help="key for --url; ISTHMUS_API_KEY unless given")
 
 
-def make_backend(arguments: Any, config: Config) -> LocalBackend | RemoteBackend:
-    """The one that the flags choose."""
-    if arguments.url:
-        return RemoteBackend(arguments.url, config.model.model, arguments.url_key or config.server.api_key)
-    return LocalBackend(config)
-
-
-def parse_option(name: str, value: str) -> Any:
-    """A sampling option from text; raises `ConfigError` for an unknown name or a wrong number."""
-    from .settings import suggest
-    name = name.replace("-", "_")
-    if name == "stop":
-        return (value,)
-    if name not in NUMBERS:
-        raise ConfigError(f"there is no option {name}{suggest(name, [*NUMBERS, 'stop'])}; there are: "
-                          f"{', '.join([*NUMBERS, 'stop'])}")
-    try:
-        return NUMBERS[name](value)
-    except ValueError:
-        raise ConfigError(f"{name}: {value!r} is not a {'whole ' if NUMBERS[name] is int else ''}number") from None
-
-
-def add_sampling_arguments(parser: Any) -> None:
-    """Flags for the sampling options."""
-    group = parser.add_argument_group("sampling")
-    for name, kind in NUMBERS.items():
-        group.add_argument("--" + name.replace("_", "-"), dest=f"option_{name}", metavar="N" if kind is int else "X")
-    group.add_argument("--stop", dest="option_stop", action="append", metavar="TEXT",
-                       help="the answer ends before this text; may be repeated")
-
-
-def given_options(arguments: Any) -> dict[str, Any]:
-    """The sampling options that stand on the command line."""
-    found = {name: parse_option(name, value) for name in NUMBERS
-             if (value := getattr(arguments, f"option_{name}")) is not None}
-    if arguments.option_stop:
-        found["stop"] = tuple(arguments.option_stop)
-    return found
+def make_backend(arguments: Any, resolved: Resolved) -> LocalBackend | RemoteBackend:
+    """The one that the flags choose. Raises `ConfigError` for a flag that the other one needs."""
+    given = [name for name, origin in resolved.origin.items() if origin == "command line"]
+    if not arguments.url:
+        if arguments.url_key:
+            raise ConfigError("--api-key is the key for a server: add --url, or leave it out")
+        return LocalBackend(resolved.config)
+    if here := [list_settings()[name].flag for name in given if name != "model"]:
+        raise ConfigError(f"{here[0]} is for an engine in this process, and with --url the server decides: leave one "
+                          "of them out")
+    model = resolved.config.model.model if "model" in given else None
+    return RemoteBackend(arguments.url, model, arguments.url_key or resolved.config.server.api_key)

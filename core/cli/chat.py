@@ -4,36 +4,30 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import re
 import signal
 import sys
 import time
-from collections.abc import Callable
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
-from ..env import cache_dir
-from ..errors import ConfigError, IsthmusError
-from .backends import (
-    Message,
-    Turn,
-    add_backend_arguments,
-    add_sampling_arguments,
-    given_options,
-    make_backend,
-    parse_option,
-)
+from ..errors import ConfigError, IsthmusError, RequestError
+from .backends import TOO_LONG, Message, Turn, add_backend_arguments, make_backend
 from .parser import add_model_argument
 from .progress import ProgressLine
+from .sampling import OPTIONS, add_sampling_arguments, given_options, parse_option, shown_options
 from .settings import Resolved, suggest
+from .terminal import QUOTES, Reader, WordWrap, make_reader, quiet_terminal
 
-QUOTES = '"""'
-DEFAULTS = {"temperature": 0.7, "top_p": 0.95}
-HELP = """\
+DEFAULT, NONE = "default", "none"
+HELP = f"""\
 /help                this text
 /clear               forget the conversation
-/system [TEXT]       set or show the system message
-/set [NAME VALUE]    set a sampling option (temperature, top_p, max_tokens, ...), or show them
+/system [TEXT]       set or show the system message; `{NONE}` removes it
+/set [NAME VALUE]    set a sampling option, or show them; the value `{DEFAULT}` unsets it
+                     {', '.join(list(OPTIONS)[:6])},
+                     {', '.join(list(OPTIONS)[6:])}
 /save FILE           write the conversation as JSON
 /exit                leave (so does Ctrl-D)
 Enter sends; Alt-Enter starts a new line; a text between \"\"\" and \"\"\" may have many. Ctrl-C stops an answer."""
@@ -43,51 +37,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_argument(parser)
     parser.add_argument("--system", metavar="TEXT", help="system message")
     add_backend_arguments(parser)
-    add_sampling_arguments(parser)
+    add_sampling_arguments(parser, "what the context leaves")
 
 
 def run(arguments: argparse.Namespace, resolved: Resolved) -> int:
-    return asyncio.run(_chat(arguments, resolved))
+    options = given_options(arguments)
+    return asyncio.run(_chat(make_backend(arguments, resolved), options, arguments.system))
 
 
-async def _chat(arguments: argparse.Namespace, resolved: Resolved) -> int:
-    backend = make_backend(arguments, resolved.config)
+async def _chat(backend: Any, options: dict[str, Any], system: str | None) -> int:
+    """0, or 1 when a message of a pipe was not answered."""
     try:
         with ProgressLine() as line:
-            await backend.start(line)
-        if not backend.can_chat:
-            raise ConfigError(f"{backend.name} has no chat template: use `isthmus generate --raw`, or --chat-template")
-        chat = Chat(backend, {**DEFAULTS, **given_options(arguments)}, arguments.system)
-        await chat.talk(make_reader(backend.name))
-        return 0
+            await backend.open(line)
+            if not backend.can_chat:
+                raise ConfigError(f"{backend.name} has no chat template: `isthmus generate` continues a text, and "
+                                  "--chat-template gives the model a template where it is loaded")
+            await backend.load(line)
+        if backend.warning:
+            print(f"isthmus: {backend.warning}", file=sys.stderr, flush=True)
+        chat = Chat(backend, options, system)
+        reader = make_reader()
+        if sys.stdin.isatty():
+            print(f"{backend.name}. /help lists the commands.")
+        with quiet_terminal(sys.stdin):
+            await chat.talk(reader)
+        return 1 if chat.failed and not sys.stdin.isatty() else 0
     finally:
         await backend.close()
-
-
-def make_reader(name: str) -> Callable[[str], Any]:
-    """An async function that asks for one line (or block) and raises EOFError at the end."""
-    if not sys.stdin.isatty():
-        async def read_pipe(prompt: str) -> str:
-            line = await asyncio.to_thread(sys.stdin.readline)
-            if not line:
-                raise EOFError
-            return line.rstrip("\n")
-        return read_pipe
-    from prompt_toolkit import PromptSession
-    from prompt_toolkit.history import FileHistory
-    from prompt_toolkit.key_binding import KeyBindings
-    keys = KeyBindings()
-
-    @keys.add("escape", "enter")
-    def _(event: Any) -> None:
-        event.current_buffer.insert_text("\n")
-
-    cache_dir().mkdir(parents=True, exist_ok=True)
-    history = cache_dir() / "chat_history"
-    history.touch(mode=0o600)  # what people type is nobody else's business
-    session: Any = PromptSession(history=FileHistory(str(history)), key_bindings=keys)
-    print(f"{name}. /help lists the commands.")
-    return session.prompt_async
 
 
 class Chat:
@@ -96,16 +73,19 @@ class Chat:
     def __init__(self, backend: Any, options: dict[str, Any], system: str | None = None, out: Any = None):
         self.backend, self.options, self.system = backend, options, system
         self.messages: list[Message] = []
+        self.failed = 0
         self.out = out or sys.stdout
+        self._saved: set[Path] = set()
         self.commands = {"/help": self._help, "/clear": self._clear, "/system": self._system, "/set": self._set,
                          "/save": self._save, "/exit": self._exit, "/quit": self._exit}
 
-    async def talk(self, read: Callable[[str], Any]) -> None:
+    async def talk(self, read: Reader) -> None:
         """Read and answer until the end of input or /exit."""
         while True:
             try:
                 text = await self._read(read)
             except KeyboardInterrupt:
+                self._say("(Ctrl-D or /exit leaves)")
                 continue
             except EOFError:
                 return
@@ -117,9 +97,11 @@ class Chat:
             except EOFError:
                 return
             except IsthmusError as error:
-                self._say(f"! {error}")
+                self.failed += 1
+                too_long = isinstance(error, RequestError) and error.code == TOO_LONG
+                self._say(f"! {error}" + (" (/clear forgets the conversation)" if too_long else ""))
 
-    async def _read(self, read: Callable[[str], Any]) -> str:
+    async def _read(self, read: Reader) -> str:
         text = (await read("> ")).strip()
         if text.startswith(QUOTES):
             lines = [text[len(QUOTES):]]
@@ -133,12 +115,13 @@ class Chat:
         system = [{"role": "system", "content": self.system}] if self.system else []
         question = [*self.messages, {"role": "user", "content": text}]
         turn, said = Turn(time.monotonic()), []
+        wrap = WordWrap().feed if self.out.isatty() else str
 
         async def stream() -> None:
             async with aclosing(self.backend.stream([*system, *question], self.options, turn)) as pieces:
                 async for piece in pieces:
                     said.append(piece)
-                    print(piece, end="", file=self.out, flush=True)
+                    print(wrap(piece), end="", file=self.out, flush=True)
 
         task = asyncio.ensure_future(stream())
         loop = asyncio.get_running_loop()
@@ -150,14 +133,18 @@ class Chat:
         finally:
             signal.signal(signal.SIGINT, before)
         self.messages = [*question, {"role": "assistant", "content": "".join(said)}]
-        self._say(f"\n({turn.summary()})", dim=True)
+        cut = turn.cut(self.options.get("max_tokens"))
+        self._say(f"\n({cut + '; ' if cut else ''}{turn.summary()})", dim=True)
 
     def command(self, line: str) -> None:
         """Carry out a line that starts with /; EOFError means to leave."""
         word, _, rest = line.partition(" ")
-        if word not in self.commands:
+        command, rest = self.commands.get(word.lower()), rest.strip()
+        if command is None:
             raise ConfigError(f"there is no command {word}{suggest(word, self.commands)} (/help lists them)")
-        self.commands[word](rest.strip())
+        if rest and command in (self._help, self._clear, self._exit):
+            raise ConfigError(f"{word} takes nothing after it, but got {rest!r}")
+        command(rest)
 
     def _say(self, text: str, dim: bool = False) -> None:
         tty = dim and self.out.isatty()
@@ -171,27 +158,37 @@ class Chat:
         self._say("(cleared)")
 
     def _system(self, rest: str) -> None:
-        self.system = rest or self.system
-        self._say(f"(system: {self.system or 'none'})")
+        self.system = None if rest.lower() == NONE else rest or self.system
+        self._say(f"(system: {self.system or NONE})")
 
     def _set(self, rest: str) -> None:
-        name, _, value = rest.replace("=", " ").partition(" ")
-        if name and not value.strip():
-            raise ConfigError(f"/set {name} needs a value")
-        if name:
-            self.options[name.replace("-", "_")] = parse_option(name, value.strip())
-        self._say("(" + ", ".join(f"{k} {v}" for k, v in self.options.items()) + ")")
+        name, value = re.fullmatch(r"([^\s=]*)[\s=]?(.*)", rest, re.DOTALL).groups()
+        name, value = name.replace("-", "_"), value.strip()
+        if name and not value:
+            raise ConfigError(f"/set {name} needs a value; `/set {name} {DEFAULT}` unsets it")
+        if value.lower() == DEFAULT and name in OPTIONS:
+            self.options.pop(name, None)
+        elif name:
+            self.options[name] = parse_option(name, value)
+        recommended = shown_options(self.backend.defaults)
+        unset = "none is set" + (f"; this model's own are {recommended}" if recommended else "")
+        self._say(f"({shown_options(self.options) or unset})")
 
     def _save(self, rest: str) -> None:
         if not rest:
             raise ConfigError("/save needs a file name")
         system = [{"role": "system", "content": self.system}] if self.system else []
         record = {"model": self.backend.name, "messages": system + self.messages}
-        text = json.dumps(record, ensure_ascii=False, indent=2)
+        text, path = json.dumps(record, ensure_ascii=False, indent=2), Path(rest).expanduser()
         try:
-            Path(rest).expanduser().write_text(text + "\n", encoding="utf-8")
+            # A file of this conversation may be written again, any other stays as it is.
+            with open(path, "w" if path in self._saved else "x", encoding="utf-8") as file:
+                file.write(text + "\n")
+        except FileExistsError:
+            raise ConfigError(f"{rest} exists already: name another file") from None
         except OSError as error:
-            raise ConfigError(f"{rest}: {error.strerror}") from None
+            raise ConfigError(f"{rest}: {(error.strerror or str(error)).lower()}") from None
+        self._saved.add(path)
         self._say(f"(saved {len(self.messages)} messages to {rest})")
 
     def _exit(self, rest: str) -> None:

@@ -9,7 +9,8 @@ class Command:
     """A command: its module has `add_arguments(parser)` and `run(arguments, resolved) -> exit code`.
 
     groups: groups of settings that it takes as flags, in the order of its help.  words: what comes after its name.
-    notes: paragraphs at the end of its help.
+    notes: paragraphs at the end of its help.  shown: the settings in its help, () = all; it takes the others too.
+    extra: what a word too many probably means.
     """
 
     name: str
@@ -18,6 +19,8 @@ class Command:
     examples: tuple[str, ...] = ()
     words: str = "[options]"
     notes: tuple[str, ...] = ()
+    shown: tuple[str, ...] = ()
+    extra: str = ""
 
     @property
     def module(self) -> str:
@@ -40,6 +43,9 @@ running requests finish. GET /ready is 200 only when a new request would be take
 When the engine dies both are 503, and soon the server ends with exit code 1."""
 
 ENGINE = ("model", "platform", "cache", "scheduler")
+ONE_USER = ("model", "revision", "dtype", "max_model_len", "chat_template", "platform", "platform_option",
+            "kv_cache_memory")
+MORE = "The other settings of the engine that `isthmus serve --help` lists are taken too."
 
 COMMANDS = {c.name: c for c in (
     Command("serve", "answer OpenAI clients over HTTP", (*ENGINE, "server"), (
@@ -48,10 +54,11 @@ COMMANDS = {c.name: c for c in (
         "isthmus serve org/name --max-model-len 8192 --api-key secret"), "[MODEL] [options]", (HEALTH, FILE)),
     Command("chat", "talk to a model in the terminal", ENGINE, (
         "isthmus chat", "isthmus chat ./model.gguf --system 'Be brief.'", "isthmus chat --url http://127.0.0.1:8000"),
-            "[MODEL] [options]"),
+            "[MODEL] [options]", (MORE,), ONE_USER),
     Command("generate", "print the answer to one prompt", ENGINE, (
         "isthmus generate 'Why is the sky blue?'", "isthmus generate --raw 'Once upon a time' --max-tokens 50",
-        "cat question.txt | isthmus generate --json"), "[PROMPT] [options]"),
+        "cat question.txt | isthmus generate --json"), "[PROMPT] [options]", (MORE,), ONE_USER,
+            "one prompt is taken: put quotes around it, and name a model with --model"),
     Command("models", "list the models that are known and those on this machine", (), ("isthmus models --json",)),
     Command("pull", "download a model", (), ("isthmus pull gemma3-270m", "isthmus pull org/name --revision main"),
             "[MODEL] [options]"),

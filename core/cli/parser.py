@@ -39,6 +39,7 @@ class Parser(argparse.ArgumentParser):
             epilog="\n\n".join([*parts, *command.notes]) or None, allow_abbrev=False,
             formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(
                 prog, max_help_position=34, width=min(shutil.get_terminal_size().columns, 120)))
+        self.extra = f"; {command.extra}" if command.extra else ""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message} (see `{self.prog} --help`)")
@@ -49,7 +50,7 @@ class Parser(argparse.ArgumentParser):
         if unknown:
             word = next((u for u in unknown if u.startswith("-")), unknown[0])
             flags = [f for action in self._actions for f in action.option_strings if f.startswith("--")]
-            hint = suggest(word.partition("=")[0], flags) if word.startswith("-") else ""
+            hint = suggest(word.partition("=")[0], flags) if word.startswith("-") else self.extra
             self.error(f"unknown {'option' if word.startswith('-') else 'argument'} {word}{hint}")
         return arguments
 
@@ -63,18 +64,19 @@ def build_parser(command: Command) -> Parser:
         group = parser.add_argument_group(f"{name}: {about}")
         for setting in settings:
             if setting.group == name:
-                _add_setting(group, setting, defaults)
+                _add_setting(group, setting, defaults, not command.shown or setting.name in command.shown)
     if command.groups:
         parser.add_argument("--config", metavar="FILE", help="YAML file with settings; ISTHMUS_<SETTING> variables and "
                             "flags win over it")
     return parser
 
 
-def _add_setting(group: Any, setting: Setting, defaults: Config) -> None:
+def _add_setting(group: Any, setting: Setting, defaults: Config, visible: bool) -> None:
     default = shown(defaults, setting)
     note = f" ({setting.meta('unit')})" if setting.meta("unit") not in (None, "bytes") else ""
     text = f"{setting.meta('help')}{note}" + ("" if default == "-" else f" [{default}]")
-    common: dict[str, Any] = {"dest": setting.name, "default": argparse.SUPPRESS, "help": text.replace("%", "%%")}
+    common: dict[str, Any] = {"dest": setting.name, "default": argparse.SUPPRESS,
+                              "help": text.replace("%", "%%") if visible else argparse.SUPPRESS}
     if setting.type is bool:
         group.add_argument(setting.flag, action=argparse.BooleanOptionalAction, **common)
     elif setting.type is tuple:

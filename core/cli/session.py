@@ -4,14 +4,13 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from ..config import Config
-from ..errors import CheckpointError, ConfigError
-from .settings import suggest
+from ..errors import ConfigError
 
 T = TypeVar("T")
 Progress = Callable[[str, int, int | None], None]
@@ -58,10 +57,8 @@ def fetch(config: Config, progress: Progress | None = None) -> Config:
     """
     from ..weights.sources import DEFAULT, resolve_model
     from ..weights.wheels import KNOWN
-    try:
-        path = resolve_model(config.model.model, config.model.revision, progress)
-    except CheckpointError as error:
-        raise CheckpointError(f"{error}{suggest(config.model.model or '', KNOWN)}") from None
+    read_template(config)  # a wrong name is told before anything is downloaded
+    path = resolve_model(config.model.model, config.model.revision, progress)
     known = KNOWN.get((config.model.model or DEFAULT).lower())
     served = config.model.served_model_name or (known.name if known else None)
     return replace(config, model=replace(config.model, model=str(path), revision=None, served_model_name=served))
@@ -75,13 +72,31 @@ def open_text(config: Config) -> Any:
     from ..weights.checkpoint import open_checkpoint
     with open_checkpoint(config.model.model) as checkpoint:
         tokenizer = load_tokenizer(checkpoint)
-    source = tokenizer.chat_template
-    if config.model.chat_template:
-        try:
-            source = Path(config.model.chat_template).read_text(encoding="utf-8")
-        except (OSError, UnicodeError) as error:
-            raise ConfigError(f"--chat-template {config.model.chat_template}: {error}") from None
+    source = read_template(config) or tokenizer.chat_template
     return TextService(tokenizer, ChatTemplate(source, tokenizer) if source else None)
+
+
+def read_template(config: Config) -> str | None:
+    """The user's own chat template, if one is set. Raises `ConfigError` when there is no such text."""
+    path = config.model.chat_template
+    if not path:
+        return None
+    try:
+        return Path(path).expanduser().read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--chat-template {path}: {(error.strerror or str(error)).lower()}") from None
+    except UnicodeError:
+        raise ConfigError(f"--chat-template {path}: the file is not a text in UTF-8") from None
+
+
+def platform_warning(info: Mapping[str, Any]) -> str:
+    """What a user must know about the platform of an `EngineInfo`, by its rank; "" for one that people run on."""
+    name, rank = info["platform"], info.get("platform_rank", 1)
+    if rank < 0:
+        return f"warning: {name} is a test device and no model: its answers are random words"
+    if rank == 0:
+        return f"warning: {name} is the slow oracle that others are checked by; `isthmus doctor` says what is faster"
+    return ""
 
 
 def in_process(config: Config) -> bool:

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ from . import hub, wheels
 from .wheels import KNOWN, Progress
 
 DEFAULT = "smollm2-135m-instruct"
+LIKENESS = 0.7  # of what was typed to the name that was probably meant; 1 = the same
 
 
 class ModelEntry(NamedTuple):
@@ -61,7 +63,7 @@ def resolve_model(name: str | None = None, revision: str | None = None, progress
     hub_name = hub.parse_name(name)
     if hub_name is None:
         raise CheckpointError(f"{name!r} is no known model ({', '.join(KNOWN)}), no existing path, and no hub id of "
-                              "the form owner/repo")
+                              f"the form owner/repo{_closest(name)}")
     return hub.fetch(hub_name, revision, progress)
 
 
@@ -76,6 +78,14 @@ def find_model(name: str | None = None) -> Path | None:
             return entry.path
     to_download = hub.parse_name(name) and not _looks_like_path(name) and not Path(name).expanduser().exists()
     return None if to_download else resolve_model(name)
+
+
+def _closest(name: str) -> str:
+    """"; did you mean x?" for the known model that is spelt much like `name`, or that begins so."""
+    def likeness(known: str) -> float:
+        return max(SequenceMatcher(None, name.lower(), text).ratio() for text in (known, known[:len(name)]))
+    best = max(KNOWN, key=likeness)
+    return f"; did you mean {best}?" if likeness(best) >= LIKENESS else ""
 
 
 def _looks_like_path(name: str) -> bool:
