@@ -78,14 +78,28 @@ def test_parts_of_different_formats_are_leaves_of_their_own():
 
 
 def test_report_says_what_is_kept_and_what_is_expanded_and_why():
-    report = "\n".join(load(tiny_gguf("llama3")[0]).report)
-    assert "6 x q4_1 kept (codes of uint8, groups of 32)" in report and "4 x q8_0 kept" in report
-    assert "3 x q5_0 expanded to f32: reference has no kernel for it" in report and "3 x f32" in report
+    report = load(tiny_gguf("llama3")[0]).report
+    assert report[0] == "6 x q4_1 as codes of uint8, groups of 32" and "3 x f32" in report
+    assert "4 x q8_0 as codes of int8, groups of 32" in report
+    assert report[-1].startswith("3 x q5_0, ") and report[-1].endswith(" expanded to float32 (no kernel on reference)")
 
 
 def test_a_format_that_the_platform_declines_for_this_dtype_is_expanded_with_its_reason():
     report = "\n".join(load(tiny_gguf("llama3")[0], Recorder({"linear": "only on Tuesdays"})).report)
-    assert "6 x q4_1 expanded to f32: only on Tuesdays" in report
+    assert "6 x q4_1, 4 x q8_0, 3 x q4_0 expanded to float32 (only on Tuesdays)" in report
+
+
+@pytest.mark.parametrize("word", ["float32", "f32", "8 experts, float32"])
+def test_what_the_platform_has_a_kernel_for_and_expands_all_the_same_is_reported_as_expanded(word):
+    class Table(Recorder):
+        def describe(self, weight) -> str:
+            return word if self.loaded[-1] == ("model.embed_tokens.weight",) else "int4"
+
+    kept, expanded = load(tiny_gguf("llama3")[0]), load(tiny_gguf("llama3")[0], Table())
+    assert "6 x q4_1 as int4" in expanded.report and "3 x q8_0 as int4" in expanded.report
+    assert "1 x q8_0 expanded to float32 (the embedding)" in expanded.report
+    values = kept.config.vocab_size * kept.config.hidden
+    assert expanded.nbytes - kept.nbytes == 4 * values - values // 32 * 34, "float32 in place of blocks of q8_0"
 
 
 def test_strict_refuses_with_the_list():

@@ -21,7 +21,7 @@ from .config import ModelConfig, eos_ids, parse_config
 from .fields import Fields
 
 Progress = Callable[[int, int], None]
-DENSE = ("f64", "f32", "f16", "bf16")
+DENSE = {"f64": "float64", "f32": "float32", "f16": "float16", "bf16": "bfloat16"}
 # Where checkpoints of text and image models keep the language model, and what else they hold.
 RENAMED = {"language_model.model.": "model.", "model.language_model.": "model.", "language_model.lm_head.": "lm_head."}
 UNUSED = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
@@ -163,7 +163,7 @@ def _format_reasons(layout: Layout, names: Mapping[str, str], checkpoint: Any, p
     formats = {checkpoint.describe(names[entry.name])[0] for entry in entries(layout)}
     reasons: dict[str, str | None] = {}
     for name in sorted(formats - set(DENSE)):
-        reasons[name] = f"{manifest.name} has no kernel for it"
+        reasons[name] = f"no kernel on {manifest.name}"
         if name in manifest.formats:
             reasons[name] = platform.supports("linear", format=name, dtype=dtype)
     return reasons
@@ -176,8 +176,8 @@ class _Placer:
                  reasons: Mapping[str, str | None], progress: Progress | None, add_one: bool):
         self.checkpoint, self.names, self.platform, self.dtype = checkpoint, names, platform, dtype
         self.reasons, self.progress, self.add_one = reasons, progress, add_one
-        self.counts: Counter[str] = Counter()
-        self.described: dict[str, str] = {}
+        self.kept: Counter[tuple[str, str]] = Counter()      # by format and how it is held
+        self.expanded: Counter[tuple[str, str]] = Counter()  # by format and reason
         self.done = self.nbytes = 0
 
     def place(self, layout: Layout) -> dict[str, Any]:
@@ -193,16 +193,16 @@ class _Placer:
         return tree
 
     def report(self) -> list[str]:
-        """One line for each format of the matrices."""
+        """Lines for people: the matrices by format, then those that were expanded by reason."""
         lines = []
-        for name, count in self.counts.most_common():
-            how = self.described.get(name, "")
+        for (name, how), count in self.kept.most_common():
+            how = how and f" as {how}"
             if name in DENSE:
-                lines.append(f"{count} x {name}" + ("" if name == self.dtype else f" cast to {self.dtype}"))
-            elif self.reasons[name] is None:
-                lines.append(f"{count} x {name} kept" + (f" ({how})" if how else ""))
-            else:
-                lines.append(f"{count} x {name} expanded to {self.dtype}: {self.reasons[name]}")
+                how = "" if name == self.dtype else f" cast to {DENSE[self.dtype]}"
+            lines.append(f"{count} x {name}{how}")
+        for reason in dict.fromkeys(reason for _, reason in self.expanded):
+            formats = ", ".join(f"{n} x {name}" for (name, why), n in self.expanded.most_common() if why == reason)
+            lines.append(f"{formats} expanded to {DENSE[self.dtype]} ({reason})")
         return lines
 
     def _place_projections(self, stack: Projections) -> tuple[tuple[Weight, ...], ...]:
@@ -212,10 +212,7 @@ class _Placer:
 
     def _kept(self, entry: Entry) -> str:
         """What the platform will hold it as: neighbours that agree can share a leaf."""
-        return self._held(self.checkpoint.describe(self.names[entry.name])[0])
-
-    def _held(self, name: str) -> str:
-        """The format that the platform will hold a checkpoint's format in."""
+        name, _ = self.checkpoint.describe(self.names[entry.name])
         return self.dtype if name in DENSE or self.reasons[name] else name
 
     def _load(self, stack: Sequence[Entry]) -> Weight:
@@ -228,14 +225,26 @@ class _Placer:
             leaf = self.platform.load(raws, spec, self.dtype)
         except Unsupported as error:
             raise Unsupported(f"{', '.join(spec.names)}: {error}") from error
-        self.nbytes += sum(nbytes(self._held(raw.dtype), raw.shape) for raw in raws)
-        if spec.role not in ("norm", "bias"):
-            self.counts.update(raw.dtype for raw in raws)
-            if hasattr(self.platform, "describe"):
-                self.described.setdefault(raws[0].dtype, self.platform.describe(leaf))
+        self._count(raws, spec.role, leaf)
         if self.progress is not None:
             self.progress(self.done, self.checkpoint.nbytes)
         return leaf
+
+    def _count(self, raws: Sequence[RawTensor], role: str, leaf: Weight) -> None:
+        """Note how a leaf is held. The platform's word counts: it may expand what it has a kernel for elsewhere."""
+        how = self.platform.describe(leaf) if hasattr(self.platform, "describe") else ""
+        expanded = how.endswith((self.dtype, DENSE[self.dtype]))
+        for raw in raws:
+            dense, reason = raw.dtype in DENSE, self.reasons.get(raw.dtype)
+            if expanded and not dense and not reason:
+                reason = "the embedding" if role == "embed" else "its shape"
+            self.nbytes += nbytes(self.dtype if dense or reason else raw.dtype, raw.shape)
+            if role in ("norm", "bias"):
+                continue
+            if reason:
+                self.expanded[raw.dtype, reason] += 1
+            else:
+                self.kept[raw.dtype, "" if dense else how] += 1
 
 
 def _plus_one(raw: RawTensor) -> RawTensor:

@@ -137,7 +137,7 @@ class Int4Groups:
         return unpack_int4(self.packed.view(self.outputs // LANES, -1)[start // LANES:stop // LANES])
 
     def __str__(self) -> str:
-        return f"int{4 * self.digits} groups of {GROUP} (torch int4pack{', two digits' if self.digits == 2 else ''})"
+        return f"int{4 * self.digits}"
 
 
 @dataclass(frozen=True)
