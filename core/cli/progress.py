@@ -8,6 +8,11 @@ from typing import TextIO
 BYTES = 1_000_000  # from this total on, numbers are taken for bytes
 
 
+def size(n: float) -> str:
+    """Bytes for people: "1.25 GB", "84 MB"."""
+    return f"{n / 1e9:.2f} GB" if n >= 1e9 else f"{n / 1e6:.0f} MB"
+
+
 class ProgressLine:
     """Called with (stage, done, total); total 0 or None = unknown. Used in a `with`, so that the line is cleared."""
 
@@ -19,10 +24,9 @@ class ProgressLine:
     def __enter__(self) -> ProgressLine:
         if self.live:
             from rich.console import Console
-            from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-            self._bar = Progress(TextColumn("{task.description}"), BarColumn(24), TextColumn("{task.fields[amount]}"),
-                                 TimeElapsedColumn(), transient=True,
-                                 console=Console(file=self.stream, force_terminal=True))
+            from rich.progress import BarColumn, Progress, TextColumn
+            self._bar = Progress(TextColumn("{task.description}"), BarColumn(12), TextColumn("{task.fields[amount]}"),
+                                 transient=True, console=Console(file=self.stream, force_terminal=True))
             self._bar.start()
         return self
 
@@ -36,7 +40,8 @@ class ProgressLine:
             self._since = time.monotonic()
         if self._bar is None:
             if fresh:
-                print(f"isthmus: {stage} ...", file=self.stream, flush=True)
+                amount = f", {size(total)}" if total and total >= BYTES else ""
+                print(f"isthmus: {stage}{amount} ...", file=self.stream, flush=True)
             return
         if fresh and self._task is not None:
             self._bar.remove_task(self._task)
@@ -46,9 +51,10 @@ class ProgressLine:
 
     def _amount(self, done: int, total: int) -> str:
         if not total:
-            return f"{done / 1e6:.0f} MB" if done >= BYTES else ""
+            return size(done) if done >= BYTES else ""
         if total < BYTES:
             return f"{done}/{total}"
-        speed = done / 1e6 / max(time.monotonic() - self._since, 0.1)
-        left = f", {(total - done) / 1e6 / speed:.0f} s left" if speed and done < total else ""
-        return f"{done / 1e9:.2f}/{total / 1e9:.2f} GB, {speed:.0f} MB/s{left}"
+        speed = done / max(time.monotonic() - self._since, 0.1)
+        left = f", {(total - done) / speed:.0f} s left" if speed and done < total else ""
+        part = size(done).removesuffix(size(total)[-3:])  # "45 of 93 MB"
+        return f"{part} of {size(total)}, {size(speed)}/s{left}"

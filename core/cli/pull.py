@@ -5,6 +5,7 @@ import argparse
 from typing import Any
 
 from .progress import ProgressLine
+from .session import find
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -14,8 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, resolved: Any) -> int:
-    from ..weights.sources import resolve_model
     with ProgressLine() as line:
-        path = resolve_model(arguments.model, arguments.revision, line)
+        path = find(arguments.model, arguments.revision, line)
     print(path)
     return 0

