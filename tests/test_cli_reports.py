@@ -3,13 +3,16 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
+from types import SimpleNamespace
 
 import pytest
 from isthmus.core.cli import doctor
-from isthmus.core.cli.banner import banner, base_url
+from isthmus.core.cli.banner import banner, base_url, count, example
 from isthmus.core.cli.main import main
 from isthmus.core.cli.settings import resolve
 from isthmus.core.config import Config, ServerSettings
+from isthmus.core.errors import RequestError
 from isthmus.core.platform import Unavailable
 from isthmus.platforms.options import check_options
 
@@ -163,19 +166,76 @@ def test_help_shows_how_a_settings_file_looks_and_the_file_works(capsys, tmp_pat
 INFO = {"served_name": "m", "dtype": "bf16", "page_size": 16, "pages": 1000, "max_model_len": 4000, "max_running": 256,
         "report": [f"note {i}" for i in range(9)], "platform": "cpu", "platform_reason": "the fastest found",
         "weight_bytes": 98e6, "kv_bytes": 2.5e9}
+URL = "http://127.0.0.1:8000"
 
 
-def test_the_banner_fits_and_can_be_pasted():
-    lines = banner(INFO, Config(), "http://127.0.0.1:8000", 3.21).splitlines()
-    assert len(lines) <= 12
-    text = "\n".join(lines)
-    assert "OPENAI_BASE_URL=http://127.0.0.1:8000/v1" in text and "4.0 requests of that length" in text
-    assert "and 6 more" in text and "98 MB" in text and "2.50 GB" in text
-    curl = next(line for line in lines if "curl" in line)
-    body = json.loads(curl[curl.index("-d '") + 4:-1])
-    assert body["model"] == "m" and body["messages"][0]["role"] == "user"
-    guarded = banner(INFO, Config(server=ServerSettings(api_key="hunter2")), "http://x", 1)
-    assert "hunter2" not in guarded and "Authorization: Bearer" in guarded
+class Words:
+    """A text service whose template adds `extra` tokens to one per character."""
+
+    tokenizer = SimpleNamespace(encode=lambda text, add_special=False: [0] * len(text))
+
+    def __init__(self, extra: int | None = 10, error: Exception | None = None):
+        def encode(messages):
+            if error is not None:
+                raise error
+            return [0] * (extra + len(messages[0]["content"]))
+        self.template = None if extra is None else SimpleNamespace(encode=encode)
+
+
+def command_in(text: str) -> list[str]:
+    """The words of the banner's curl command, as a shell reads them."""
+    lines = text.splitlines()
+    first = next(i for i, line in enumerate(lines) if line.startswith("  try "))
+    last = next(i for i in range(first, len(lines)) if not lines[i].endswith("\\"))
+    return shlex.split("\n".join(line[12:] for line in lines[first:last + 1]).replace("\\\n", ""))
+
+
+@pytest.mark.parametrize("info", [
+    INFO, INFO | {"served_name": "owner/" + "long-name-" * 20, "platform_reason": "because " * 40,
+                  "report": ["210 x q4_1 expanded to float32 (" + "for some reason " * 20 + ")"] * 4}])
+@pytest.mark.parametrize("key", [None, "hunter2"])
+def test_the_banner_fits_and_can_be_pasted(info, key):
+    text = banner(info, Config(server=ServerSettings(api_key=key)), URL, 3.21, Words())
+    lines = text.splitlines()
+    assert len(lines) <= 12 and max(map(len, lines)) < 100
+    words = command_in(text)
+    assert words[:2] == ["curl", f"{URL}/v1/chat/completions"]
+    body = json.loads(words[words.index("-d") + 1])
+    assert body.get("model", info["served_name"]) == info["served_name"] and body["messages"][0]["role"] == "user"
+    assert "hunter2" not in text and ("Authorization: Bearer $OPENAI_API_KEY" in words) == (key is not None)
+    assert lines[-1].endswith(f"OPENAI_BASE_URL={URL}/v1 OPENAI_API_KEY=" + ("<your key>" if key else "none"))
+
+
+def test_the_banner_says_what_it_knows():
+    text = banner(INFO, Config(), URL, 3.21, Words())
+    assert "4 requests of that length" in text and "98 MB of weights, 2.50 GB of KV cache for 16000 tokens" in text
+    assert "  weights   note 0\n            note 1\n            and 7 more: see" in text
+    assert '"model": "m"' in text and "cpu: the fastest found" in text
+    small = banner(INFO | {"pages": 250, "report": []}, Config(), URL, 1, Words())
+    assert "; 1 request of that length at once" in small and "weights  " not in small
+    assert "1.5 requests" in banner(INFO | {"pages": 375}, Config(), URL, 1, Words())
+    warned = banner(INFO, Config(), URL, 1, Words(), "warning: it is slow")
+    assert "  platform  warning: it is slow\n" in warned
+
+
+@pytest.mark.parametrize("words, context, path, body", [
+    (Words(), 100, "/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}]}),
+    (Words(), 13, "/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}]}),
+    (Words(), 12, "/v1/completions", {"prompt": "A"}),
+    (Words(None), 100, "/v1/completions", {"prompt": "Once upon a time"}),
+    (Words(error=RequestError("a tool is needed")), 100, "/v1/completions", {"prompt": "Once upon a time"}),
+    (Words(None), 2, "/v1/completions", {"prompt": "A"}),
+    (Words(None), 1, "/v1/models", None),
+])
+def test_the_example_is_one_that_this_model_can_answer(words, context, path, body):
+    assert example(words, context) == (path, body)
+    text = banner(INFO | {"max_model_len": context}, Config(server=ServerSettings(api_key="k")), URL, 1, words)
+    assert command_in(text)[1] == URL + path and "Authorization" in text
+
+
+def test_numbers_and_their_words_agree():
+    assert [count(n, "request") for n in (0, 1, 1.04, 1.5, 2, 256.0)] == [
+        "0 requests", "1 request", "1 request", "1.5 requests", "2 requests", "256 requests"]
 
 
 @pytest.mark.parametrize("host, url", [("0.0.0.0", "http://127.0.0.1:1"), ("::", "http://[::1]:1"),

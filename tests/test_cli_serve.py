@@ -9,13 +9,17 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import psutil
 import pytest
-from isthmus.core.cli.serve import Gate, listen
+from isthmus.core.cli import serve
+from isthmus.core.cli.serve import NEXT_PORTS, Gate, listen
 from isthmus.core.errors import ConfigError
+from starlette.testclient import TestClient
 
 from .checkpoints import tiny_llama_gguf
+from .fake_client import make_app
 
 
 @pytest.fixture(scope="module")
@@ -23,21 +27,89 @@ def tiny(tmp_path_factory):
     return str(tiny_llama_gguf(tmp_path_factory.mktemp("tiny") / "tiny.gguf"))
 
 
-def test_a_port_in_use_names_a_free_one():
+def test_a_port_in_use_names_the_next_free_one():
     with listen("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"port {port} is in use on 127.0.0.1; [0-9]+ is free: --port [0-9]+"):
+        with pytest.raises(ConfigError) as caught:
             listen("127.0.0.1", port)
+        free = int(str(caught.value).rsplit(" ", 1)[1])
+        assert str(caught.value) == f"port {port} is in use on 127.0.0.1; {free} is free: --port {free}"
+        assert port < free <= port + NEXT_PORTS or port > 65535 - NEXT_PORTS
+        listen("127.0.0.1", free).close()
     with pytest.raises(ConfigError, match="cannot listen on --host 203.0.113.1"):
         listen("203.0.113.1", 0)
 
 
-class Serving:
-    """`isthmus serve` in a process of its own, from its ready banner on."""
+# ---- how it ends
 
-    def __init__(self, *words: str, temporary, delay_ms=5):
+
+class Ending:
+    """An engine client as far as the end of a server needs it."""
+
+    waiting = 0
+
+    def __init__(self, dies_in_drain=False):
+        self.died, self.drained, self.dies_in_drain = asyncio.Event(), [], dies_in_drain
+
+    def health(self):
+        return not self.died.is_set(), "the step went wrong"
+
+    async def drain(self, timeout):
+        self.drained.append(timeout)
+        if self.dies_in_drain:
+            self.died.set()
+        return True
+
+
+def end_of(client, happens, monkeypatch, dead_s=0.2) -> tuple[int, float]:
+    """Exit code, and seconds from what `happens(client, signals)` to the end."""
+    monkeypatch.setattr(serve, "DEAD_S", dead_s)
+
+    async def body():
+        signals = SimpleNamespace(first=asyncio.Event(), second=asyncio.Event())
+        end = asyncio.ensure_future(serve.until_end(client, 30, signals))
+        await asyncio.sleep(0)
+        assert not end.done()
+        happens(client, signals)
+        began = time.monotonic()
+        return await asyncio.wait_for(end, 5), time.monotonic() - began
+    return asyncio.run(body())
+
+
+def test_a_dead_engine_ends_the_server_with_code_1_after_a_while(monkeypatch, capsys):
+    assert serve.DEAD_S == 5
+    client = Ending()
+    code, seconds = end_of(client, lambda client, signals: client.died.set(), monkeypatch)
+    assert code == 1 and 0.2 <= seconds < 1 and client.drained == []
+    assert capsys.readouterr().err == (
+        "isthmus: the engine is gone: the step went wrong. The server ends with exit code 1 in 0.2 s\n")
+
+
+def test_a_signal_ends_a_server_without_an_engine_at_once_but_still_with_code_1(monkeypatch):
+    def both(client, signals):
+        client.died.set()
+        signals.first.set()
+    assert end_of(Ending(), both, monkeypatch, dead_s=60)[0] == 1
+
+
+def test_a_signal_drains_and_an_engine_that_dies_meanwhile_is_told(monkeypatch, capsys):
+    client = Ending()
+    assert end_of(client, lambda client, signals: signals.first.set(), monkeypatch)[0] == 0
+    assert client.drained == [30] and capsys.readouterr().err == ""
+    assert end_of(Ending(True), lambda client, signals: signals.first.set(), monkeypatch)[0] == 1
+    assert capsys.readouterr().err == "isthmus: the engine is gone: the step went wrong\n"
+
+
+# ---- the whole
+
+
+class Serving:
+    """`isthmus serve` in a process of its own, from its ready banner on. `before` is Python that runs there first."""
+
+    def __init__(self, *words: str, temporary, delay_ms=5, before=""):
+        code = f"import sys\n{before}\nfrom isthmus.core.cli.main import main\nsys.exit(main())"
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "isthmus.core.cli.main", "serve", *words, "--platform", "null", "--port", "0",
+            [sys.executable, "-c", code, "serve", *words, "--platform", "null", "--port", "0",
              "--platform-option", f"delay_ms={delay_ms}"], stderr=subprocess.PIPE, text=True,
             env={**os.environ, "TMPDIR": str(temporary)})
 
@@ -58,6 +130,10 @@ class Serving:
             self.lines.append(self.process.stderr.readline())
             assert self.lines[-1], "".join(self.lines)
 
+    def rest(self) -> list[str]:
+        """What it still printed, once it has ended."""
+        return self.process.stderr.readlines()
+
     def ask(self, method: str, path: str, body=None) -> http.client.HTTPResponse:
         connection = http.client.HTTPConnection(self.address, timeout=20)
         connection.request(method, path, body and json.dumps(body), {"Content-Type": "application/json"})
@@ -77,11 +153,12 @@ def test_serve_from_loading_to_drain(tiny, words, tmp_path):
         assert server.ask("GET", "/health").status == 200
         stream = server.stream(100)
         server.process.send_signal(signal.SIGTERM)
-        server.wait_for("1 running requests have 30 s to finish")
+        server.wait_for("1 running request may take 30 s to finish")
         assert server.ask("POST", "/v1/completions", {"prompt": "hello"}).status == 503
         rest = stream.read()
         assert b"[DONE]" in rest and b'"finish_reason":"length"' in rest
         assert server.process.wait(10) == 0
+        assert server.rest()[-1] == "isthmus: stopped\n"
         assert not any(child.is_running() for child in server.children)
         assert list(tmp_path.iterdir()) == []
 
@@ -99,24 +176,67 @@ def test_a_second_signal_ends_it_at_once(tiny, tmp_path):
         assert not any(child.is_running() for child in server.children)
 
 
-def test_a_dead_engine_is_told_to_clients_and_probes(tiny, tmp_path):
-    with Serving(tiny, temporary=tmp_path) as server:
+SOON = "import isthmus.core.cli.serve as serve; serve.DEAD_S = 1.5\n"
+
+
+@pytest.mark.parametrize("form", ["three processes", "one process"])
+def test_when_the_engine_dies_everybody_is_told_and_the_server_ends(form, tiny, tmp_path):
+    words, before = ([], SOON) if form == "three processes" else (["--in-process"], SOON + (
+        "import os, isthmus.core.engine as engine\nstep = engine.EngineCore.step\n"
+        "def dying(self):\n"
+        f"    if os.path.exists({str(tmp_path / 'fire')!r}): raise OSError('the device is on fire')\n"
+        "    return step(self)\n"
+        "engine.EngineCore.step = dying"))
+    with Serving(tiny, *words, temporary=tmp_path, before=before) as server:
         stream = server.stream(240)
-        victim = next(c for c in server.children if "scheduler" in " ".join(c.cmdline()))
-        victim.kill()
-        assert b'"error"' in stream.read()
-        health = server.ask("GET", "/health")
-        assert health.status == 503 and b"scheduler" in health.read()
-        assert server.ask("POST", "/v1/completions", {"prompt": "hello"}).status in (500, 503)
-        server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(10) == 0
+        began = time.monotonic()
+        if form == "three processes":
+            next(c for c in server.children if "scheduler" in " ".join(c.cmdline())).kill()
+            reason = b"the scheduler process was killed by signal 9"
+        else:
+            (tmp_path / "fire").touch()
+            reason = b"the device is on fire"
+        error = stream.read()
+        assert time.monotonic() - began < 0.4, "who waits is told at once"
+        assert reason in error and b"engine_dead" in error
+        for path in ("/health", "/ready"):
+            answer = server.ask("GET", path)
+            assert answer.status == 503 and reason in answer.read()
+        refused = server.ask("POST", "/v1/completions", {"prompt": "hello"})
+        assert refused.status == 503 and json.loads(refused.read())["error"]["code"] == "engine_dead"
+        assert server.process.wait(10) == 1
+        assert 1.4 < time.monotonic() - began < 5, "probes have their time"
+        told = [line for line in server.rest() if "the engine is gone" in line]
+        assert len(told) == 1 and told[0].startswith("isthmus: the engine is gone: ") and "exit code 1" in told[0]
+        assert not any(child.is_running() for child in server.children)
 
 
-def test_until_the_model_is_loaded_the_answer_is_503_with_the_progress():
+def ask_gate(path: str) -> tuple[int, list, dict]:
     sent = []
 
     async def send(message):
         sent.append(message)
-    asyncio.run(Gate(lambda: "the model is loading: load weights 40%")({"type": "http"}, None, send))
-    assert sent[0]["status"] == 503 and (b"retry-after", b"1") in sent[0]["headers"]
-    assert json.loads(sent[1]["body"])["error"]["message"].endswith("load weights 40%")
+    asyncio.run(Gate(lambda: "the model is loading: load weights 40%")({"type": "http", "path": path}, None, send))
+    return sent[0]["status"], sent[0]["headers"], json.loads(sent[1]["body"])
+
+
+def test_until_the_model_is_loaded_the_answer_is_503_with_the_progress():
+    status, headers, body = ask_gate("/v1/completions")
+    assert status == 503 and (b"retry-after", b"1") in headers
+    assert body["error"]["message"].endswith("load weights 40%")
+
+
+def test_answers_have_one_form_while_the_model_loads_and_when_the_engine_is_dead():
+    made = make_app()
+    made.client.fail("gone")
+    with TestClient(made.app) as http:
+        for path in ("/health", "/ready"):
+            dead = http.get(path)
+            status, _, loading = ask_gate(path)
+            assert dead.status_code == status == 503
+            assert loading.keys() == dead.json().keys() == {"status", "reason"}
+        dead = http.post("/v1/completions", json={"prompt": "x"})
+        status, headers, loading = ask_gate("/v1/completions")
+        assert dead.status_code == status == 503 and "retry-after" in dead.headers and b"retry-after" in dict(headers)
+        assert dead.json()["error"]["code"] == "engine_dead" and loading["error"]["code"] == "loading"
+        assert loading["error"].keys() == dead.json()["error"].keys()

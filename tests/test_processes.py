@@ -34,7 +34,7 @@ from isthmus.core.messages import (
 )
 from isthmus.core.processes.detokenizer import DetokenizerState, first_logprobs
 from isthmus.core.processes.in_process import InProcessClient
-from isthmus.core.processes.three import ProcessClient
+from isthmus.core.processes.three import LAST_WORDS_S, ProcessClient
 from isthmus.core.processes.wire import decode_to_api, decode_to_detokenizer, decode_to_scheduler, encode
 
 from .fake_engine import BUG, CRASH, EOS, FULL, RAISE, REFUSE, ByteTokenizer, FakeEngine
@@ -236,6 +236,7 @@ def test_a_failing_step_reaches_everybody_and_health(form):
             await collect(client, "c", b"x")
         with pytest.raises(EngineDead):
             await client.command("stats")
+        assert client.died.is_set()
     with_client(form, body)
 
 
@@ -249,6 +250,7 @@ def test_before_start_and_after_close_there_is_a_clear_answer(form):
         await client.start(lambda *progress: stages.append(progress))
         await client.close()
         await client.close()
+        assert not client.died.is_set(), "it was stopped"
         with pytest.raises(EngineDead):
             await collect(client, "a", b"x")
         return stages
@@ -286,6 +288,9 @@ def test_a_dead_process_fails_health_at_once_and_ends_every_stream(kill):
         for stream in streams:
             with pytest.raises(EngineDead, match="exited with code 7" if kill == "by itself" else "signal 9"):
                 await asyncio.wait_for(stream, 2)
+        assert client.died.is_set()
+        if kill != "by itself":
+            assert time.monotonic() - began < LAST_WORDS_S, "a killed process has no last words to wait for"
         assert ("scheduler" if kill == "by itself" else kill) in client.health()[1]
     with_client("processes", body)
 
@@ -324,7 +329,7 @@ def test_workers_ignore_the_signals_of_a_group_and_end_with_their_parent(tmp_pat
 import asyncio, os, signal, sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from isthmus.core.config import Config
-from isthmus.core.processes.three import ProcessClient
+from isthmus.core.processes.three import LAST_WORDS_S, ProcessClient
 async def main():
     client = ProcessClient(Config(), "fake_engine:FakeEngine", "fake_engine:ByteTokenizer")
     await client.start()

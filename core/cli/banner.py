@@ -1,23 +1,26 @@
-"""What `isthmus serve` prints when it is ready: at most twelve lines."""
+"""What `isthmus serve` prints when it is ready: at most twelve lines, each under a hundred columns."""
 from __future__ import annotations
 
 import json
 import shlex
-import textwrap
 from collections.abc import Mapping
 from typing import Any
 
 from ..config import Config
+from ..errors import IsthmusError
+from .progress import size
 from .version import isthmus_version
 
 DTYPES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16", "f64": "float64"}
-MAX_NOTES = 4
-MAX_REASON = 120  # characters of why this platform was taken
+WIDTH = 99
+MAX_NOTES = 3
+HELLO = "Hi"
 
 
-def size(n: float) -> str:
-    """Bytes for people: "1.25 GB", "84 MB"."""
-    return f"{n / 1e9:.2f} GB" if n >= 1e9 else f"{n / 1e6:.0f} MB"
+def count(n: float, word: str) -> str:
+    """"1 request", "2 requests", "2.5 requests"."""
+    number = f"{n:.1f}".removesuffix(".0")
+    return f"{number} {word}" + ("" if number == "1" else "s")
 
 
 def base_url(host: str, port: int) -> str:
@@ -26,27 +29,57 @@ def base_url(host: str, port: int) -> str:
     return f"http://{local}:{port}"
 
 
-def banner(info: Mapping[str, Any], config: Config, url: str, seconds: float) -> str:
-    """The lines; `info` is the engine's, `seconds` what start-up took."""
-    model = info["served_name"]
-    tokens = info["page_size"] * info["pages"]
-    at_once = min(tokens / info["max_model_len"], info["max_running"])
-    body = shlex.quote(json.dumps({"model": model, "messages": [{"role": "user", "content": "Hello!"}]}))
-    key = config.server.api_key is not None
+def example(text: Any, context: int) -> tuple[str, dict[str, Any] | None]:
+    """A path and a body that this model can answer within `context` tokens: a chat, a completion, or no body at all."""
+    messages = [{"role": "user", "content": HELLO}]
+    try:
+        if text.template is not None and len(text.template.encode(messages)) < context:
+            return "/v1/chat/completions", {"messages": messages}
+    except IsthmusError:  # a template may demand what this conversation lacks
+        pass
+    prompts = ("Once upon a time", "A")
+    fits = (p for p in prompts if 0 < len(text.tokenizer.encode(p, add_special=True)) < context)
+    prompt = next(fits, None)
+    return ("/v1/completions", {"prompt": prompt}) if prompt else ("/v1/models", None)
+
+
+def _curl(url: str, model: str, key: bool, path: str, body: dict[str, Any] | None) -> list[str]:
+    """A command to paste; lines but the last end with a backslash. The model is named where the line has room."""
     header = " -H \"Authorization: Bearer $OPENAI_API_KEY\"" if key else ""
+    if body is None:
+        return [f"curl {url}{path}{header}"]
+    named, bare = (f"-d {shlex.quote(json.dumps(b))}" for b in ({"model": model, **body}, body))
+    lines = [f"curl {url}{path} -H 'Content-Type: application/json'"] + ([header[1:]] if key else [])
+    return [f"{line} \\" for line in lines] + [named if len(named) <= WIDTH - 12 else bare]
+
+
+def _cut(text: str, width: int) -> str:
+    return text if len(text) <= width else text[:width - 4].rstrip() + " ..."
+
+
+def banner(info: Mapping[str, Any], config: Config, url: str, seconds: float, text: Any, warning: str = "") -> str:
+    """The lines; `info` is the engine's, `seconds` what start-up took, `text` the model's `TextService`, `warning` what
+    must be known about the platform."""
+    model, context = info["served_name"], info["max_model_len"]
+    tokens = info["page_size"] * info["pages"]
+    at_once = min(tokens / context, info["max_running"])
+    key = config.server.api_key is not None
     notes = list(info["report"])
     if len(notes) > MAX_NOTES:
         notes = [*notes[:MAX_NOTES - 1], f"and {len(notes) - MAX_NOTES + 1} more: see {url}/server_info"]
-    reason = textwrap.shorten(info["platform_reason"], MAX_REASON, placeholder=" ...")
+    rows = [
+        ("model", f"{model}, computed in {DTYPES.get(info['dtype'], info['dtype'])}"),
+        *((name, note) for name, note in zip(("weights", *[""] * MAX_NOTES), notes, strict=False)),
+        ("platform", warning or f"{info['platform']}: {info['platform_reason']}"),
+        ("memory", f"{size(info['weight_bytes'])} of weights, {size(info['kv_bytes'])} of KV cache for "
+                   f"{count(tokens, 'token')}"),
+        ("context", f"{context} tokens; {count(at_once, 'request')} of that length at once, at most "
+                    f"{info['max_running']} of any length"),
+    ]
+    lines = [f"  {name:10}{_cut(value, WIDTH - 12)}" for name, value in rows]
+    curl = _curl(url, model, key, *example(text, context))
     return "\n".join([
-        f"isthmus {isthmus_version()} is ready after {seconds:.1f} s: {url}",
-        f"  model     {model}, {DTYPES.get(info['dtype'], info['dtype'])}",
-        *(f"            {note}" for note in notes),
-        f"  platform  {info['platform']}: {reason}",
-        f"  memory    weights {size(info['weight_bytes'])}, K and V {size(info['kv_bytes'])} "
-        f"({tokens} tokens in pages of {info['page_size']})",
-        f"  context   {info['max_model_len']} tokens; {at_once:.1f} requests of that length fit at once, "
-        f"{info['max_running']} run at most",
-        f"  try       curl {url}/v1/chat/completions -H 'Content-Type: application/json'{header} -d {body}",
+        f"isthmus {isthmus_version()} is ready after {seconds:.1f} s: {url}", *lines,
+        *(f"  {name:10}{line}" for name, line in zip(("try", *[""] * 3), curl, strict=False)),
         f"  clients   export OPENAI_BASE_URL={url}/v1 OPENAI_API_KEY={'<your key>' if key else 'none'}",
     ])

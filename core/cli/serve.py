@@ -16,7 +16,7 @@ from typing import Any
 from ..config import Config
 from ..errors import ConfigError
 from ..logs import set_up_logging
-from .banner import banner, base_url
+from .banner import banner, base_url, count
 from .parser import add_model_argument
 from .progress import ProgressLine
 from .session import (
@@ -27,10 +27,15 @@ from .session import (
     make_local_client,
     make_process_client,
     open_text,
+    platform_warning,
 )
 from .settings import Resolved
 
 BACKLOG = 2048
+FAILED = 1
+DEAD_S = 5.0     # how long clients and probes are told that the engine is gone before the server ends
+NEXT_PORTS = 50  # ports that are tried after one that is taken
+PROBES = ("/health", "/ready")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, resolved: Resolved) -> int:
-    """Serve until a signal, then drain; 0 after an orderly end."""
+    """Serve until a signal, then drain; 0 after an orderly end, 1 when the engine died."""
     config = resolved.config
     listener = listen(config.server.host, config.server.port)
     set_up_logging(config.server)
@@ -47,7 +52,16 @@ def run(arguments: argparse.Namespace, resolved: Resolved) -> int:
         runner = uvloop.run
     except ImportError:  # there is none for Windows
         runner = asyncio.run
-    return runner(_serve(config, listener))
+    code = runner(_serve(config, listener))
+    if code == 0:
+        tell("stopped")
+    return code
+
+
+def tell(message: str) -> None:
+    """One line for whoever watches the server; on a terminal it covers the ^C of a Ctrl-C."""
+    start = "\r" if sys.stderr.isatty() else ""
+    print(f"{start}isthmus: {message}", file=sys.stderr, flush=True)
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -57,14 +71,21 @@ def listen(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=family, backlog=BACKLOG)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            with socket.create_server((host, 0), family=family) as free:
-                raise ConfigError(f"port {port} is in use on {host}; {free.getsockname()[1]} is free: "
-                                  f"--port {free.getsockname()[1]}") from None
+            free = _free_port(host, port, family)
+            raise ConfigError(f"port {port} is in use on {host}; {free} is free: --port {free}") from None
         raise ConfigError(f"cannot listen on --host {host} --port {port}: {error.strerror or error}") from None
 
 
+def _free_port(host: str, port: int, family: int) -> int:
+    """The next free port after `port`, or any where there is none nearby."""
+    for candidate in (*range(port + 1, min(port + NEXT_PORTS, 65535) + 1), 0):
+        with contextlib.suppress(OSError), socket.create_server((host, candidate), family=family) as free:
+            return free.getsockname()[1]
+    raise ConfigError(f"port {port} is in use on {host}, and no other is free")
+
+
 class Gate:
-    """Answers 503 with the progress until the application is there."""
+    """Answers 503 with the progress until the application is there, in the form that it would answer in."""
 
     def __init__(self, reason: Callable[[], str]):
         self.reason = reason
@@ -74,8 +95,9 @@ class Gate:
         if self.app is not None:
             await self.app(scope, receive, send)
         elif scope["type"] == "http":
-            body = json.dumps({"error": {"message": self.reason(), "type": "overloaded_error", "param": None,
-                                         "code": "loading"}}).encode()
+            error = {"message": self.reason(), "type": "overloaded_error", "param": None, "code": "loading"}
+            probe = {"status": "unavailable", "reason": self.reason()}
+            body = json.dumps(probe if scope["path"] in PROBES else {"error": error}).encode()
             headers = [(b"content-type", b"application/json"), (b"retry-after", b"1"),
                        (b"content-length", str(len(body)).encode())]
             await send({"type": "http.response.start", "status": 503, "headers": headers})
@@ -122,9 +144,8 @@ def _http_server(gate: Gate, config: Config) -> Any:
             yield
 
     return Server(uvicorn.Config(
-        gate, lifespan="off", log_config=None, access_log=config.server.log_level == "debug", server_header=False,
-        log_level="warning" if config.server.log_level == "info" else None, timeout_graceful_shutdown=2,
-        timeout_keep_alive=75))
+        gate, lifespan="off", log_config=None, access_log=False, server_header=False, timeout_graceful_shutdown=2,
+        log_level="error" if config.server.log_level == "error" else "warning", timeout_keep_alive=75))
 
 
 async def _serve(config: Config, listener: socket.socket) -> int:
@@ -159,13 +180,13 @@ async def _serve(config: Config, listener: socket.socket) -> int:
         url = base_url(*listener.getsockname()[:2])
         async with app.router.lifespan_context(app):
             gate.app = app
-            print(banner(client.info, config, url, time.monotonic() - began), file=sys.stderr, flush=True)
-            await signals.first.wait()
-            await _drain(client, config.server.drain_timeout, signals)
+            print(banner(client.info, config, url, time.monotonic() - began, text, platform_warning(client.info)),
+                  file=sys.stderr, flush=True)
+            code = await until_end(client, config.server.drain_timeout, signals)
             http.should_exit = True
             http.force_exit = signals.second.is_set()
             await serving
-        return 0
+        return code
     finally:
         http.should_exit = http.force_exit = True
         if client is not None:
@@ -180,11 +201,24 @@ def _open_server(config: Config) -> tuple[Any, Callable[..., Any]]:
     return open_text(config), create_app
 
 
+async def until_end(client: Any, drain_timeout: float, signals: Signals) -> int:
+    """Wait for a signal and drain: exit code 0. If the engine dies instead, tell clients and probes for a while: 1."""
+    died = asyncio.ensure_future(client.died.wait())
+    if await until(died, signals.first):
+        tell(f"the engine is gone: {client.health()[1]}. The server ends with exit code {FAILED} in {DEAD_S:g} s")
+        await until(asyncio.ensure_future(asyncio.sleep(DEAD_S)), signals.first)
+        return FAILED
+    await _drain(client, drain_timeout, signals)
+    if client.died.is_set():
+        tell(f"the engine is gone: {client.health()[1]}")
+        return FAILED
+    return 0
+
+
 async def _drain(client: Any, timeout: float, signals: Signals) -> None:
-    waiting = client.waiting
-    if waiting:
-        print(f"isthmus: stopping; {waiting} running requests have {timeout:g} s to finish, a second signal ends them "
-              "now", file=sys.stderr, flush=True)
+    if client.waiting:
+        tell(f"stopping; {count(client.waiting, 'running request')} may take {timeout:g} s to finish, a second signal "
+             "ends them now")
     draining = asyncio.create_task(client.drain(timeout))
     if not await until(draining, signals.second):
         await client.drain(0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import logging
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -27,8 +26,6 @@ from ..messages import (
     request_error,
 )
 
-log = logging.getLogger(__name__)
-
 ProgressCall = Callable[[str, int, int], None]  # stage, done, total
 
 
@@ -37,12 +34,14 @@ class EngineClient(ABC):
 
     info: what the engine says about itself, once `start` has returned.
     draining: no new request is taken; running ones go on.
+    died: set when the engine is gone although nobody stopped it; `health` has the reason. It never comes back.
     """
 
     def __init__(self, config: Config):
         self.config = config
         self.info: dict[str, Any] = {}
         self.draining = False
+        self.died = asyncio.Event()
         self._state, self._reason = "loading", "the model is loading"
         self._progress: ProgressCall | None = None
         self._streams: dict[str, asyncio.Queue[TextOutput | IsthmusError]] = {}  # by the engine's names
@@ -188,8 +187,8 @@ class EngineClient(ABC):
         if self._state in ("dead", "closed"):
             return
         self._state, self._reason = state, reason
-        if state == "dead" and self.info:
-            log.error("the engine is gone: %s", reason)
+        if state == "dead":
+            self.died.set()
         for queue in self._streams.values():
             queue.put_nowait(EngineDead(reason))
         for future in self._commands.values():

@@ -80,7 +80,7 @@ class InProcessClient(EngineClient):
             state = SchedulerState(engine, self._pass_on)
             self._post(ready(engine))
             self._feed(state)
-        except Exception as error:  # the thread's last words; the loop gives them to everybody who waits
+        except BaseException as error:  # the thread's last words; the loop gives them to everybody who waits
             self._post(Failed("engine", describe(error)))
         finally:
             if engine is not None:

@@ -91,10 +91,11 @@ class ProcessClient(EngineClient):
             self._started.set_result(None)
 
     def _on_exit(self, role: str, code: int) -> None:
-        """A worker is gone: unhealthy now; waiting clients hear it as soon as its own explanation had its chance."""
+        """A worker is gone: unhealthy now. Waiting clients hear it now if it was killed, else as soon as its own
+        explanation had its chance."""
         if self._state not in ("dead", "closed"):
             self._state, self._reason = "failing", describe_exit(role, code)
-            self._loop.call_later(LAST_WORDS_S, self._end, "dead", self._reason)
+            self._loop.call_later(LAST_WORDS_S if code >= 0 else 0, self._end, "dead", self._reason)
 
     def _end(self, state: str, reason: str) -> None:
         super()._end(state, reason)

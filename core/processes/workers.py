@@ -20,7 +20,10 @@ ROLES = ("scheduler", "detokenizer")
 
 def describe_exit(role: str, code: int) -> str:
     """What a worker's exit code says."""
-    return f"the {role} process " + (f"was killed by signal {-code}" if code < 0 else f"exited with code {code}")
+    if code >= 0:
+        return f"the {role} process exited with code {code}"
+    memory = ", which is also what the system does when memory runs out" if code == -9 else ""
+    return f"the {role} process was killed by signal {-code}{memory}"
 
 
 class Workers:

@@ -5,7 +5,7 @@ import time
 from typing import Any
 
 from ..config import Config, size_bytes
-from ..errors import Overloaded, RequestError
+from ..errors import EngineDead, Overloaded, RequestError
 from .metrics import Metrics
 from .text_service import TextService
 from .validate import Bounds
@@ -50,6 +50,8 @@ class Server:
     def require_ready(self) -> None:
         """Raise 503 with the reason when no request can be taken."""
         reason = self.why_not_ready()
+        if self.client.died.is_set():
+            raise EngineDead(reason)
         if reason:
             raise Overloaded(reason, status=503, retry_after=5)
 
