@@ -75,6 +75,18 @@ def test_the_help_of_serve_is_grouped_and_has_every_flag_that_people_type(capsys
         text.index(f"\n{group}: ") for group in ("model", "platform", "cache", "scheduler", "server"))
 
 
+@pytest.mark.parametrize("command", ["chat", "generate"])
+def test_the_help_for_one_user_shows_what_matters_and_takes_the_rest(command, capsys):
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    text = capsys.readouterr().out
+    for words in ("--model TEXT", "--platform TEXT", "--kv-cache-memory", "0 to 2 [1]", "--max-tokens N", "at least 1"):
+        assert words in text
+    assert "--max-running-requests" not in text and "scheduler:" not in text and "`isthmus serve --help`" in text
+    arguments = build_parser(COMMANDS[command]).parse(["--max-running-requests", "3", "--no-prefix-cache"])
+    assert given_settings(arguments) == {"max_running_requests": "3", "prefix_cache": False}
+
+
 @pytest.mark.parametrize("words, parts", [
     (["srve"], ["unknown command srve", "did you mean serve?"]),
     (["--verison"], ["unknown option --verison", "did you mean --version?"]),

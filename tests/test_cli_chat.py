@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import json
 import os
@@ -120,7 +121,7 @@ def test_an_error_does_not_end_the_chat_nor_enter_the_conversation():
 
 def test_ctrl_c_stops_the_answer_only():
     chat, out = talk(["endless", "after"])
-    assert "(stopped)" in out
+    assert "endless \n(stopped; about 1 token, first after" in out
     assert [m["content"] for m in chat.messages] == ["endless", "endless ", "after", "after "]
 
 
@@ -423,6 +424,31 @@ def test_a_message_of_a_pipe_that_fails_makes_the_chat_fail(canned):
     url = f"http://127.0.0.1:{canned.server_port}"
     done = command_line("chat", "--url", url, input="refuse\ngood day\n")
     assert done.returncode == 1 and "! too long: 9 > 8" in done.stdout and "good day \n" in done.stdout
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no pseudo terminals")
+def test_a_block_typed_fast_into_a_terminal_is_one_message(canned, tmp_path):
+    import pty
+    person, terminal = pty.openpty()
+    words = [sys.executable, "-m", "isthmus.core.cli.main", "chat", "--url", f"127.0.0.1:{canned.server_port}"]
+    process = subprocess.Popen(words, stdin=terminal, stdout=terminal, stderr=terminal, start_new_session=True, env={
+        **os.environ, "TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1", "ISTHMUS_CACHE": str(tmp_path)})
+    os.close(terminal)
+    seen, prompts = b"", 0
+    typed = [b'"""\nfirst\nsecond\n"""\n', b"\x03", b"\x04"]  # one at each prompt; the last two are Ctrl-C and Ctrl-D
+    try:
+        while process.poll() is None:
+            assert select.select([person], [], [], 20)[0], seen
+            with contextlib.suppress(OSError):  # it may end meanwhile
+                seen += os.read(person, 4096)
+            if seen.count(b"\x1b[?2004h") > prompts:  # the editor is ready
+                os.write(person, typed[prompts])
+                prompts += 1
+        assert process.returncode == 0 and b"Ctrl-D or /exit leaves" in seen
+    finally:
+        process.kill()
+        os.close(person)
+    assert [body["messages"] for _, _, body in canned.seen] == [[{"role": "user", "content": "first\nsecond"}]]
 
 
 # ---- a model in this process

@@ -126,15 +126,16 @@ class Chat:
         task = asyncio.ensure_future(stream())
         loop = asyncio.get_running_loop()
         before = signal.signal(signal.SIGINT, lambda *_: loop.call_soon_threadsafe(task.cancel))
+        stopped = ""
         try:
             await task
         except asyncio.CancelledError:
-            self._say("\n(stopped)")
+            stopped = "stopped"
         finally:
             signal.signal(signal.SIGINT, before)
         self.messages = [*question, {"role": "assistant", "content": "".join(said)}]
-        cut = turn.cut(self.options.get("max_tokens"))
-        self._say(f"\n({cut + '; ' if cut else ''}{turn.summary()})", dim=True)
+        early = stopped or turn.cut(self.options.get("max_tokens"))
+        self._say(f"\n({early + '; ' if early else ''}{turn.summary()})", dim=True)
 
     def command(self, line: str) -> None:
         """Carry out a line that starts with /; EOFError means to leave."""
@@ -147,8 +148,10 @@ class Chat:
         command(rest)
 
     def _say(self, text: str, dim: bool = False) -> None:
-        tty = dim and self.out.isatty()
-        print(f"\x1b[2m{text}\x1b[0m" if tty else text, file=self.out, flush=True)
+        if self.out.isatty():
+            text = WordWrap().feed(text)
+            text = f"\x1b[2m{text}\x1b[0m" if dim else text
+        print(text, file=self.out, flush=True)
 
     def _help(self, rest: str) -> None:
         self._say(HELP)
