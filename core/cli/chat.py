@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace, resolved: Resolved) -> int:
 
 
 async def _chat(backend: Any, options: dict[str, Any], system: str | None) -> int:
-    """0, or 1 when a message of a pipe was not answered."""
+    """0, or 1 when a line of a pipe could not be answered or carried out."""
     try:
         with ProgressLine() as line:
             await backend.open(line)
