@@ -105,7 +105,8 @@ def test_a_wrong_file_is_refused_with_the_word_at_fault(tmp_path, text, words):
 @pytest.mark.parametrize("name, value, words", [
     ("port", "99999", "--port: 99999 is out of range, it must be between 0 and 65535"),
     ("port", "8k", "--port: '8k' is not a whole number"),
-    ("max_running_requests", "0", "at least 1"),
+    ("max_running_requests", "0", "between 1 and 8192"),
+    ("page_size", "0", "at least 1"),
     ("dtype", "float23", "did you mean float32?"),
     ("schedule_policy", "lmp", "--schedule-policy: 'lmp' is not one of fcfs, lpm; did you mean lpm?"),
     ("eviction_policy", "foo", "--eviction-policy: 'foo' is not one of lru"),
