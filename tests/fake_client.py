@@ -66,6 +66,7 @@ class ChatMarks:
 class FakeClient(EngineClient):
     """Answers every request with `text` (or `texts[prompt]`), one token an output, every `delay` seconds.
 
+    burst: send all at once instead of each output after the one before was read.
     hold: stop sending after that many tokens. refuse: a `RequestError` for every request. die_after: the engine dies
     after that many tokens. submits, watches, aborts: what came in.
     """
@@ -77,6 +78,7 @@ class FakeClient(EngineClient):
         self.text, self.delay = text, delay
         self.texts: dict[str, str] = {}
         self.hold = self.die_after = self.refuse = None
+        self.burst = False
         self.stats: dict[str, Any] = {}
         self.submits, self.watches, self.aborts = [], [], []
         self.flushes = 0
@@ -130,7 +132,8 @@ class FakeClient(EngineClient):
             self._receive(TextOutputs([TextOutput(submit.id, "", b"", "length", prompt_tokens=len(prompt),
                                                   prompt_logprobs=self._prompt_scores(submit, prompt))]))
         for i, (token, end, finish, reason) in enumerate(plan):
-            await asyncio.sleep(self.delay)
+            if not self.burst:
+                await self._until_read(submit.id)
             if self.die_after == i:
                 self.fail()
                 return
@@ -146,6 +149,11 @@ class FakeClient(EngineClient):
                 completion_tokens=i + 1, logprobs=None if k is None else scores([token], k),
                 prompt_logprobs=self._prompt_scores(submit, prompt) if i == 0 else None)]))
             shown = end
+
+    async def _until_read(self, id: str) -> None:
+        await asyncio.sleep(self.delay)
+        while id in self._streams and self._streams[id]._items:
+            await asyncio.sleep(self.delay)
 
     def _plan(self, submit: Any, prompt: str) -> list[tuple[int, int, str | None, str | None]]:
         """Per token: id, characters visible after it, finish, stop reason."""

@@ -18,6 +18,7 @@ from isthmus.core.config import Config, ModelSettings
 from isthmus.core.errors import EngineDead, IsthmusError, Overloaded, RequestError
 from isthmus.core.messages import (
     Abort,
+    Failed,
     Logprobs,
     Reply,
     SamplingParams,
@@ -32,8 +33,10 @@ from isthmus.core.messages import (
     request_error,
     unpack_ids,
 )
+from isthmus.core.processes.backlog import MERGE_BYTES, Backlog, joined
 from isthmus.core.processes.detokenizer import DetokenizerState, first_logprobs
 from isthmus.core.processes.in_process import InProcessClient
+from isthmus.core.processes.scheduler import SchedulerState
 from isthmus.core.processes.three import LAST_WORDS_S, ProcessClient
 from isthmus.core.processes.wire import decode_to_api, decode_to_detokenizer, decode_to_scheduler, encode
 
@@ -98,8 +101,9 @@ def test_texts_arrive_in_order_and_counts_are_right(form):
     many, stats, waiting = with_client(form, body)
     for i, outputs in enumerate(many):
         assert text(outputs) == (f"request {i} " * 5)[:30]
-        assert [o.completion_tokens for o in outputs] == list(range(1, 31))
-        assert [o.finish for o in outputs] == [None] * 29 + ["length"]
+        counts = [o.completion_tokens for o in outputs]
+        assert counts == np.cumsum([len(o.tokens) // 4 for o in outputs]).tolist() and counts[-1] == 30
+        assert [o.finish for o in outputs] == [None] * (len(outputs) - 1) + ["length"]
         assert outputs[0].prompt_tokens == len(f"request {i} ")
         assert b"".join(o.tokens for o in outputs) == pack_ids(list((f"request {i} " * 5)[:30].encode()))
     assert stats["running"] == 0 and waiting == 0
@@ -329,7 +333,7 @@ def test_workers_ignore_the_signals_of_a_group_and_end_with_their_parent(tmp_pat
 import asyncio, os, signal, sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from isthmus.core.config import Config
-from isthmus.core.processes.three import LAST_WORDS_S, ProcessClient
+from isthmus.core.processes.three import ProcessClient
 async def main():
     client = ProcessClient(Config(), "fake_engine:FakeEngine", "fake_engine:ByteTokenizer")
     await client.start()
@@ -364,6 +368,152 @@ def test_an_idle_engine_costs_no_processor_time():
         await asyncio.sleep(0.5)
         return [sum(p.cpu_times()[:2]) - b for p, b in zip(processes, before, strict=True)]
     assert max(with_client("processes", body)) <= 0.05
+
+
+@pytest.mark.parametrize("late", ["", "the API is late"])
+def test_a_failed_worker_is_heard_however_late_its_words_arrive(late, monkeypatch):
+    """Its exit and its words come on different ways: the exit must not cut the words off."""
+    if late:
+        def first_the_exit(self, message, plain=ProcessClient._receive):
+            if isinstance(message, Failed):
+                asyncio.get_running_loop().call_later(1.0, plain, self, message)
+            else:
+                plain(self, message)
+        monkeypatch.setattr(ProcessClient, "_receive", first_the_exit)
+
+    async def body(client):
+        with pytest.raises(EngineDead, match="the step went wrong"):
+            await asyncio.wait_for(collect(client, "b", [120, RAISE]), 5)
+        assert "the step went wrong" in client.health()[1] and client.gone
+    with_client("processes", body)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_silent_engine_is_unhealthy_until_it_answers_again(form, monkeypatch):
+    monkeypatch.setattr("isthmus.core.processes.client.PING_S", 0.02)
+    monkeypatch.setattr("isthmus.core.processes.client.IDLE_SILENCE_S", 0.3)
+
+    async def body(client):
+        await collect(client, "a", b"x")
+        await asyncio.sleep(0.5)
+        assert client.health() == (True, ""), "an idle engine answers"
+        if form == "processes":
+            os.kill(client.pids()["scheduler"], signal.SIGSTOP)
+        else:
+            monkeypatch.setattr(SchedulerState, "handle", lambda *_: time.sleep(0.8))
+
+        async def silent():
+            return not client.health()[0]
+        await until(silent)
+        assert "has not answered for 0." in client.health()[1] and not client.gone
+        if form == "processes":
+            os.kill(client.pids()["scheduler"], signal.SIGCONT)
+        else:
+            monkeypatch.undo()
+
+        async def well():
+            return client.health() == (True, "")
+        await until(well)
+        assert text(await collect(client, "b", b"x", max_tokens=2)) == "xx"
+    with_client(form, body)
+
+
+def test_an_engine_in_a_long_step_is_healthy(monkeypatch):
+    monkeypatch.setattr("isthmus.core.processes.client.PING_S", 0.02)
+    monkeypatch.setattr("isthmus.core.processes.client.IDLE_SILENCE_S", 0.2)
+    monkeypatch.setattr(FakeEngine, "step", lambda self, plain=FakeEngine.step: time.sleep(0.8) or plain(self))
+
+    async def body(client):
+        stream = asyncio.ensure_future(collect(client, "a", b"x", max_tokens=1))
+        for _ in range(30):
+            await asyncio.sleep(0.02)
+            assert client.health()[0] and not stream.done()
+        stream.cancel()  # whoever asked has left; the step goes on
+        await asyncio.sleep(0.1)
+        assert client.health()[0]
+    with_client("in-process", body)
+
+
+def test_a_flood_of_messages_does_not_starve_the_loop(monkeypatch):
+    """The reader of the socket never has to wait; others must get their turn all the same."""
+    flood = encode(TextOutputs([TextOutput("nobody", "x", pack_ids([1]))]))
+
+    async def body(client):
+        async def recv(*_):
+            return flood
+        monkeypatch.setattr(client._inbox, "recv", recv, raising=False)
+        client._reader.cancel()
+        client._reader = asyncio.ensure_future(client._read())
+        began = time.monotonic()
+        for _ in range(20):
+            await asyncio.sleep(0.005)
+        assert time.monotonic() - began < 2
+    with_client("processes", body)
+
+
+# ---- what waits to be read
+
+
+def some(i: int, k: int = 0, **more) -> TextOutput:
+    scores = Logprobs(np.float32(i).tobytes(), k, pack_ids(range(i, i + k)), np.arange(k, dtype="<f4").tobytes())
+    return TextOutput("a", chr(97 + i % 26), pack_ids([i]), completion_tokens=i + 1,
+                      logprobs=scores if k else None, **more)
+
+
+async def read_all(backlog: Backlog) -> list[TextOutput]:
+    outputs = []
+    while not outputs or outputs[-1].finish is None:
+        outputs.append(await backlog.get())
+    return outputs
+
+
+@pytest.mark.parametrize("k,pieces", [(0, 4), (20, 84)])
+def test_what_waits_is_read_in_a_few_bounded_pieces(k, pieces):
+    async def main():
+        backlog = Backlog()
+        for i in range(1000):
+            backlog.put(some(i, k, prompt_tokens=9 * (i == 0), finish="length" if i == 999 else None))
+        return await read_all(backlog)
+    outputs = asyncio.run(main())
+    assert len(outputs) == pieces and all(len(o.tokens) <= MERGE_BYTES for o in outputs)
+    assert joined(outputs) == joined([some(i, k, prompt_tokens=9 * (i == 0), finish="length" if i == 999 else None)
+                                      for i in range(1000)])
+    assert unpack_ids(joined(outputs).tokens).tolist() == list(range(1000)) and outputs[0].prompt_tokens == 9
+    assert outputs[0].completion_tokens == len(outputs[0].tokens) // 4
+
+
+def test_joined_logprobs_keep_their_rows():
+    whole = joined([some(3, 2), some(4, 2), some(5, 2)])
+    assert np.frombuffer(whole.logprobs.chosen, "<f4").tolist() == [3, 4, 5] and whole.logprobs.k == 2
+    assert unpack_ids(whole.logprobs.top_ids).reshape(3, 2).tolist() == [[3, 4], [4, 5], [5, 6]]
+
+
+def test_an_error_does_not_swallow_what_came_before_it():
+    async def read(last):
+        backlog = Backlog()
+        for item in (some(0), some(1), last):
+            backlog.put(item)
+        first = await backlog.get()
+        assert first.text == "ab"
+        await backlog.get()
+    with pytest.raises(EngineDead, match="killed"):
+        asyncio.run(read(EngineDead("killed")))
+    with pytest.raises(RequestError, match="bad"):
+        asyncio.run(read(TextOutput("a", "", b"", "error", error="bad", status=400)))
+
+
+def test_a_reader_that_is_behind_lets_others_have_the_loop():
+    async def main():
+        backlog, turns = Backlog(), 0
+        for i in range(10_000):
+            backlog.put(some(i, finish="length" if i == 9_999 else None))
+        reading = asyncio.ensure_future(read_all(backlog))
+        while not reading.done():
+            turns += 1
+            await asyncio.sleep(0)
+        return turns, len(reading.result())
+    turns, pieces = asyncio.run(main())
+    assert turns >= pieces == 40
 
 
 # ---- the detokenizer's core

@@ -233,7 +233,7 @@ def test_sdk_hears_of_an_error_in_the_stream(live, sdk, monkeypatch):
     plain = type(live.client)._run
 
     async def dies(self, submit):
-        asyncio.get_running_loop().call_later(0.02, self._streams[submit.id].put_nowait, EngineDead("killed"))
+        asyncio.get_running_loop().call_later(0.02, self._streams[submit.id].put, EngineDead("killed"))
         await plain(self, submit)
 
     monkeypatch.setattr(type(live.client), "_run", dies)

@@ -23,10 +23,14 @@ from ..messages import (
     TextOutput,
     TextOutputs,
     Watch,
-    request_error,
 )
+from .backlog import Backlog
 
 ProgressCall = Callable[[str, int, int], None]  # stage, done, total
+
+PING_S = 2.0          # between two questions whether the engine still answers
+IDLE_SILENCE_S = 10   # an engine without requests answers long before that
+BUSY_SILENCE_S = 300  # a step that takes longer will not end; compilations may take minutes
 
 
 class EngineClient(ABC):
@@ -44,10 +48,12 @@ class EngineClient(ABC):
         self.died = asyncio.Event()
         self._state, self._reason = "loading", "the model is loading"
         self._progress: ProgressCall | None = None
-        self._streams: dict[str, asyncio.Queue[TextOutput | IsthmusError]] = {}  # by the engine's names
+        self._streams: dict[str, Backlog] = {}  # by the engine's names
         self._names: dict[str, str] = {}  # request id -> the engine's name of it
         self._commands: dict[str, asyncio.Future[Any]] = {}
         self._serial = itertools.count()
+        self._unanswered, self._patience = 0, IDLE_SILENCE_S  # pings since the engine was last heard
+        self._pulse: asyncio.Task[None] | None = None
 
     @abstractmethod
     async def start(self, progress: ProgressCall | None = None) -> None:
@@ -56,6 +62,8 @@ class EngineClient(ABC):
     async def close(self) -> None:
         """Stop the engine at once; whoever still waits gets `EngineDead`. May be called twice."""
         self._end("closed", "the engine was stopped")
+        if self._pulse is not None:
+            self._pulse.cancel()
 
     async def generate(self, submit: Submit, watch: Watch) -> AsyncIterator[TextOutput]:
         """The request's outputs, the last with a finish. A finish "error" is raised as the `RequestError` it means.
@@ -63,24 +71,23 @@ class EngineClient(ABC):
         Inside the engine the request has a name of its own, which its outputs bear: whoever leaves may come back with
         the same id before the engine has heard of the abort.
         Closing the iterator early, or cancelling its task, aborts the request. `EngineDead` when the engine is gone,
-        `Overloaded` (503) while it loads or drains. What waits unread is bounded by the request's own length.
+        `Overloaded` (503) while it loads or drains. What waits unread is bounded by the request's own length, and
+        comes joined together.
         """
         self._admit(submit)
         name = f"{submit.id}.{next(self._serial)}"
         self._send_request(msgspec.structs.replace(submit, id=name), msgspec.structs.replace(watch, id=name))
-        queue = self._streams[name] = asyncio.Queue()
+        backlog = self._streams[name] = Backlog()
         self._names[submit.id] = name
         finished = False
         try:
             while not finished:
-                output = await queue.get()
-                if isinstance(output, IsthmusError):
-                    finished = True
-                    raise output
+                output = await backlog.get()
                 finished = output.finish is not None
-                if output.finish == "error":
-                    raise request_error(output)
                 yield output
+        except IsthmusError:  # from the engine: it knows that the request has ended
+            finished = True
+            raise
         finally:
             del self._streams[name], self._names[submit.id]
             if not finished and self._state == "ready":
@@ -107,7 +114,15 @@ class EngineClient(ABC):
 
     def health(self) -> tuple[bool, str]:
         """Whether the engine can compute, and if not why."""
+        silence = self._unanswered * PING_S
+        if self._state == "ready" and silence > self._patience:
+            return False, f"the engine has not answered for {silence:g} s"
         return self._state == "ready", self._reason
+
+    @property
+    def gone(self) -> bool:
+        """Whether the engine has ended, so that waiting for it is of no use."""
+        return self._state not in ("loading", "ready")
 
     async def drain(self, timeout: float) -> bool:
         """Take no new request and wait until the running ones have ended; those left after `timeout` s are aborted.
@@ -149,11 +164,12 @@ class EngineClient(ABC):
 
     def _receive(self, message: Any) -> None:
         """Pass on one message of `ToApi`. Texts of requests that nobody waits for any more are dropped."""
+        self._unanswered, self._patience = 0, IDLE_SILENCE_S
         if isinstance(message, TextOutputs):
             for output in message.outputs:
-                queue = self._streams.get(output.id)
-                if queue is not None:
-                    queue.put_nowait(output)
+                backlog = self._streams.get(output.id)
+                if backlog is not None:
+                    backlog.put(output)
         elif isinstance(message, Reply):
             self._answer(message)
         elif isinstance(message, Progress):
@@ -182,6 +198,19 @@ class EngineClient(ABC):
         if self._state == "loading":
             self._state, self._reason = "ready", ""
 
+    def _watch_pulse(self) -> None:
+        """Ask again and again whether the engine still answers; `health` tells."""
+        self._pulse = asyncio.ensure_future(self._ping())
+
+    async def _ping(self) -> None:
+        while self._state == "ready":
+            await asyncio.sleep(PING_S)
+            self._unanswered += 1
+            if self._streams:  # it may be in the middle of a step
+                self._patience = BUSY_SILENCE_S
+            if self._unanswered * PING_S <= BUSY_SILENCE_S:  # those that wait will do if it ever comes back
+                self._send(Command("pulse", "ping"))
+
     def _end(self, state: str, reason: str) -> None:
         """No more answers will come: tell everybody who waits. The first reason counts."""
         if self._state in ("dead", "closed"):
@@ -189,8 +218,8 @@ class EngineClient(ABC):
         self._state, self._reason = state, reason
         if state == "dead":
             self.died.set()
-        for queue in self._streams.values():
-            queue.put_nowait(EngineDead(reason))
+        for backlog in self._streams.values():
+            backlog.put(EngineDead(reason))
         for future in self._commands.values():
             if not future.done():
                 future.set_exception(EngineDead(reason))

@@ -37,6 +37,7 @@ class InProcessClient(EngineClient):
         self._thread.start()
         await self._started
         self._serve()
+        self._watch_pulse()
 
     async def close(self) -> None:
         loading = self._state == "loading"

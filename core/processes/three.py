@@ -11,11 +11,11 @@ from ..config import Config
 from ..errors import EngineDead, Overloaded
 from ..messages import Ready, Submit, Watch
 from .client import EngineClient, ProgressCall
-from .wire import decode_to_api, encode, read_socket, write_socket
+from .wire import SPOKE, decode_to_api, encode, read_socket, write_socket
 from .workers import ROLES, Workers, describe_exit
 
-RETRY_S = 0.02      # between tries to hand an abort to a scheduler whose queue is full
-LAST_WORDS_S = 0.5  # how long a dead process's own explanation may take to arrive
+RETRY_S = 0.02     # between tries to hand an abort to a scheduler whose queue is full
+LAST_WORDS_S = 10  # how long the explanation of a worker that sent one may take to arrive
 
 
 class ProcessClient(EngineClient):
@@ -46,6 +46,7 @@ class ProcessClient(EngineClient):
         self._serve()
         await self.command("ping")  # proves the last connection; then the sockets need no names any more
         self._workers.forget_directory()
+        self._watch_pulse()
 
     async def close(self) -> None:
         await super().close()
@@ -66,6 +67,7 @@ class ProcessClient(EngineClient):
     async def _read(self) -> None:
         while True:
             self._receive(decode_to_api(await self._inbox.recv()))
+            await asyncio.sleep(0)  # `recv` does not wait when there is something: a fast engine would starve the loop
 
     def _send(self, message: Any) -> None:
         try:
@@ -91,11 +93,10 @@ class ProcessClient(EngineClient):
             self._started.set_result(None)
 
     def _on_exit(self, role: str, code: int) -> None:
-        """A worker is gone: unhealthy now. Waiting clients hear it now if it was killed, else as soon as its own
-        explanation had its chance."""
+        """A worker is gone: unhealthy now. Who waits hears it now too, unless its own explanation is on the way."""
         if self._state not in ("dead", "closed"):
             self._state, self._reason = "failing", describe_exit(role, code)
-            self._loop.call_later(LAST_WORDS_S if code >= 0 else 0, self._end, "dead", self._reason)
+            self._loop.call_later(LAST_WORDS_S if code == SPOKE else 0, self._end, "dead", self._reason)
 
     def _end(self, state: str, reason: str) -> None:
         super()._end(state, reason)

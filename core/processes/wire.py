@@ -20,7 +20,8 @@ from ..logs import set_up_logging
 from ..messages import Failed, ToApi, ToDetokenizer, ToScheduler
 
 HIGH_WATER_MARK = 4096  # messages that may wait in one direction; a full socket blocks or refuses its sender
-LINGER_MS = 1000        # how long a closing process may deliver its last words
+LINGER_MS = 5000        # how long a failed worker may deliver its last words
+SPOKE = 70              # exit code of a worker that did (sysexits.h: EX_SOFTWARE)
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_scheduler = msgspec.msgpack.Decoder(ToScheduler).decode
@@ -106,7 +107,7 @@ def _leave_with_parent() -> None:
 def run_worker(role: str, listener: str, body: Callable[[Start, zmq.Context, zmq.Socket], None]) -> None:
     """Start and run `body` with a socket to `listener`, the next on the way to the API; if it fails, say so there.
 
-    A failed worker exits with code 1.
+    A failed worker exits with code `SPOKE`.
     """
     start = start_worker()
     set_up_logging(start.config.server)
@@ -119,4 +120,4 @@ def run_worker(role: str, listener: str, body: Callable[[Start, zmq.Context, zmq
             sys.excepthook(type(error), error, error.__traceback__)
         outbox.send(encode(Failed(role, describe(error))))
         context.destroy(LINGER_MS)
-        os._exit(1)
+        os._exit(SPOKE)

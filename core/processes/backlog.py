@@ -1,0 +1,75 @@
+"""What has arrived for one request and waits to be read."""
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+
+import msgspec
+
+from ..errors import IsthmusError
+from ..messages import Logprobs, TextOutput, request_error
+
+MERGE_BYTES = 1024  # ids read as one output: 256 tokens, or 12 with 20 alternatives each
+
+
+def output_size(output: TextOutput) -> int:
+    """Bytes of ids in an output, alternatives included: a measure of the work that it makes."""
+    scored = [scores for scores in (output.logprobs, output.prompt_logprobs) if scores is not None]
+    return len(output.tokens) + sum(len(scores.chosen) + len(scores.top_ids) for scores in scored)
+
+
+def joined(outputs: Sequence[TextOutput]) -> TextOutput:
+    """Consecutive outputs of one request as one."""
+    if len(outputs) == 1:
+        return outputs[0]
+    scored = [output.logprobs for output in outputs if output.logprobs is not None]
+    return msgspec.structs.replace(
+        outputs[-1], text="".join([output.text for output in outputs]),
+        tokens=b"".join([output.tokens for output in outputs]),
+        prompt_tokens=max(output.prompt_tokens for output in outputs),
+        cached_tokens=max(output.cached_tokens for output in outputs),
+        logprobs=_joined_logprobs(scored) if scored else None,
+        prompt_logprobs=next((o.prompt_logprobs for o in outputs if o.prompt_logprobs is not None), None))
+
+
+def _joined_logprobs(parts: Sequence[Logprobs]) -> Logprobs:
+    return Logprobs(b"".join([part.chosen for part in parts]), parts[0].k,
+                    b"".join([part.top_ids for part in parts]), b"".join([part.top for part in parts]))
+
+
+class Backlog:
+    """Outputs of one request for one reader. A reader that has fallen behind gets what waits in few large pieces, and
+    never holds up the event loop: `get` gives the others a turn each time."""
+
+    def __init__(self) -> None:
+        self._items: deque[TextOutput | IsthmusError] = deque()
+        self._arrived = asyncio.Event()
+
+    def put(self, item: TextOutput | IsthmusError) -> None:
+        """Add an output, or the error that ends them."""
+        self._items.append(item)
+        self._arrived.set()
+
+    async def get(self) -> TextOutput:
+        """The next output, with those that wait behind it up to `MERGE_BYTES`. Raises the error that ends them, which
+        an output with finish "error" is as well."""
+        if self._items:
+            await asyncio.sleep(0)
+        else:
+            self._arrived.clear()
+            await self._arrived.wait()
+        first = self._items.popleft()
+        if isinstance(first, IsthmusError):
+            raise first
+        if first.finish == "error":
+            raise request_error(first)
+        outputs, size = [first], output_size(first)
+        while size < MERGE_BYTES and self._items and _is_text(self._items[0]):
+            outputs.append(self._items.popleft())
+            size += output_size(outputs[-1])
+        return joined(outputs)
+
+
+def _is_text(item: TextOutput | IsthmusError) -> bool:
+    return isinstance(item, TextOutput) and item.finish != "error"
