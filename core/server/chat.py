@@ -29,7 +29,7 @@ async def chat_completions(server: Server, request: Request) -> Response:
     refuse_unsupported(body)
     asked = ChatRequest.model_validate(body)
     server.require_model(asked.model)
-    generation = await start(server, asked)
+    generation = request.state.generation = await start(server, asked)
     answer = ChatAnswer(server, asked, generation)
     if asked.stream:
         return EventStream(answer.chunks(), server.config.server.sse_ping)

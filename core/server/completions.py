@@ -39,7 +39,7 @@ async def completions(server: Server, request: Request) -> Response:
     refuse_unsupported(body)
     asked = CompletionRequest.model_validate(body)
     server.require_model(asked.model)
-    generation = await start(server, asked)
+    generation = request.state.generation = await start(server, asked)
     answer = CompletionAnswer(server, asked, generation)
     if asked.stream:
         return EventStream(answer.chunks(), server.config.server.sse_ping)

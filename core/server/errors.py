@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import reprlib
 from collections.abc import Mapping
 from itertools import islice
@@ -53,14 +54,23 @@ def shown(value: Any) -> str:
     return text if len(text) <= SHOWN else text[:SHOWN] + "..."
 
 
+def complaint(fault: Mapping[str, Any]) -> str:
+    """What one of pydantic's faults demands of the value, in words that follow the field's name."""
+    bounds = {"too_short": ("least", "min_length"), "too_long": ("most", "max_length")}
+    if fault["type"] in bounds:
+        word, key = bounds[fault["type"]]
+        limit = fault["ctx"][key]
+        return f"must hold at {word} {limit} entr{'y' if limit == 1 else 'ies'}"
+    return re.sub(r"^\w+ should ", "must ", fault["msg"].removeprefix("Value error, "))
+
+
 def validation_error(error: pydantic.ValidationError) -> RequestError:
     """The first complaint of pydantic as a 400 that names the field and its value."""
-    first = error.errors(include_url=False, include_context=False)[0]
+    first = error.errors(include_url=False)[0]
     path = field_path(first["loc"])
     if first["type"] == "missing":
         return RequestError(f"{path} is required", param=path, code="missing_required_parameter")
-    reason = first["msg"].removeprefix("Value error, ").removeprefix("Input ")
-    return RequestError(f"{path or 'the body'} {reason}; got {shown(first['input'])}",
+    return RequestError(f"{path or 'the body'} {complaint(first)}; got {shown(first['input'])}",
                         param=path or None, code="invalid_value")
 
 

@@ -79,13 +79,17 @@ class Choice:
 
 
 class Generation:
-    """`n` answers to each prompt; choice i answers prompt i // n with the request's seed + i % n."""
+    """`n` answers to each prompt; choice i answers prompt i // n with the request's seed + i % n.
+
+    first: when the first token arrived, by `time.perf_counter`; None until then.
+    """
 
     def __init__(self, server: Server, id: str, prompts: Sequence[Prompt], n: int = 1, domain: bytes = b"",
                  priority: int = 0):
         self.server, self.id, self.prompts, self.n = server, id, prompts, n
         self.domain, self.priority = domain, priority
         self.choices = [Choice(prompt) for prompt in prompts for _ in range(n)]
+        self.first: float | None = None
 
     def _submit(self, index: int, id: str) -> tuple[Submit, Watch]:
         prompt = self.choices[index].prompt
@@ -105,6 +109,8 @@ class Generation:
             merged = self._one(0, ids[0]) if len(ids) == 1 else self._merge(ids)
             async with aclosing(merged):
                 async for pair in merged:
+                    if self.first is None and pair[1].completion_tokens:
+                        self.first = time.perf_counter()
                     yield pair
         finally:
             del self.server.running[self.id]

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import hmac
 import re
+import time
 import uuid
 from collections.abc import Callable
 
@@ -11,6 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ..errors import RequestError
 from .errors import error_response
 from .limits import MAX_HEADER_BYTES, MAX_HEADERS
+from .request_log import log_request
 
 OPEN_PATHS = frozenset({"/health"})  # answered without a key: load balancers and process supervisors have none
 _REQUEST_ID = re.compile(rb"[!-~]{1,128}")
@@ -53,16 +55,22 @@ class Gate:
         headers = scope["headers"]
         request_id = next((v for k, v in headers if k == b"x-request-id" and _REQUEST_ID.fullmatch(v)), None)
         request_id = request_id or uuid.uuid4().hex.encode()
+        began, status = time.perf_counter(), None
 
         async def send_with_id(message: Message) -> None:
+            nonlocal status
             if message["type"] == "http.response.start":
+                status = message["status"]
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
                 self.on_status(message["status"])
             await send(message)
 
         error = self._refusal(scope)
         app = self.app if error is None else error_response(error)
-        await app(scope, receive, send_with_id)
+        try:
+            await app(scope, receive, send_with_id)
+        finally:
+            log_request(scope, request_id.decode("ascii"), status, began)
 
     def _refusal(self, scope: Scope) -> RequestError | None:
         headers = scope["headers"]

@@ -32,7 +32,7 @@ async def generate(server: Server, request: Request) -> Response:
     if isinstance(body.get("sampling_params"), dict):
         refuse_unsupported(body["sampling_params"])
     asked = GenerateRequest.model_validate(body)
-    generation = await start(server, asked)
+    generation = request.state.generation = await start(server, asked)
     answer = NativeAnswer(server, asked, generation)
     if asked.stream:
         return EventStream(answer.events(), server.config.server.sse_ping)
