@@ -187,7 +187,7 @@ def command_in(text: str) -> list[str]:
     lines = text.splitlines()
     first = next(i for i, line in enumerate(lines) if line.startswith("  try "))
     last = next(i for i in range(first, len(lines)) if not lines[i].endswith("\\"))
-    return shlex.split("\n".join(line[12:] for line in lines[first:last + 1]).replace("\\\n", ""))
+    return shlex.split("\n".join(line[11:] for line in lines[first:last + 1]).replace("\\\n", ""))
 
 
 @pytest.mark.parametrize("info", [
@@ -209,13 +209,15 @@ def test_the_banner_fits_and_can_be_pasted(info, key):
 def test_the_banner_says_what_it_knows():
     text = banner(INFO, Config(), URL, 3.21, Words())
     assert "4 requests of that length" in text and "98 MB of weights, 2.50 GB of KV cache for 16000 tokens" in text
-    assert "  weights   note 0\n            note 1\n            and 7 more: see" in text
+    assert "  weights  note 0\n           note 1\n           and 7 more: see" in text
+    default = banner(INFO | {"served_name": "smollm2-135m-instruct"}, Config(), URL, 1, Words())
+    assert '"model": "smollm2-135m-instruct"' in default, "the default model's name has room"
     assert '"model": "m"' in text and "cpu: the fastest found" in text
     small = banner(INFO | {"pages": 250, "report": []}, Config(), URL, 1, Words())
     assert "; 1 request of that length at once" in small and "weights  " not in small
     assert "1.5 requests" in banner(INFO | {"pages": 375}, Config(), URL, 1, Words())
     warned = banner(INFO, Config(), URL, 1, Words(), "warning: it is slow")
-    assert "  platform  warning: it is slow\n" in warned
+    assert "  platform warning: it is slow\n" in warned
 
 
 @pytest.mark.parametrize("words, context, path, body", [

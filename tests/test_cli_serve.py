@@ -158,7 +158,19 @@ def test_serve_from_loading_to_drain(tiny, words, tmp_path):
         rest = stream.read()
         assert b"[DONE]" in rest and b'"finish_reason":"length"' in rest
         assert server.process.wait(10) == 0
-        assert server.rest()[-1] == "isthmus: stopped\n"
+        said = server.rest()
+        assert said[-1] == "isthmus: stopped\n"
+        assert any("INFO isthmus.request: POST /v1/completions 200 id=cmpl-" in line for line in said)
+
+
+def test_the_log_is_ours_at_every_level(tiny, tmp_path):
+    with Serving(tiny, "--in-process", "--log-level", "debug", temporary=tmp_path) as server:
+        assert server.ask("GET", "/health").status == 200
+        server.process.send_signal(signal.SIGINT)
+        assert server.process.wait(10) == 0
+        said = server.rest()
+        assert any("DEBUG isthmus.request: GET /health 200" in line for line in said)
+        assert not any("uvicorn" in line for line in [*server.lines, *said])
         assert not any(child.is_running() for child in server.children)
         assert list(tmp_path.iterdir()) == []
 

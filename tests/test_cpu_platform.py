@@ -47,7 +47,7 @@ def test_options_and_ranks_are_refused_with_the_way_out():
 
 def test_manifest_says_what_runs(platform):
     manifest = Platform({"threads": "1"}).probe()
-    assert manifest.details["threads"] == "1"
+    assert manifest.details["threads"] == "1" and manifest.device.endswith(", 1 thread")
     assert sorted(manifest.compute_dtypes) == ["bf16", "f32"]
     assert manifest.page_sizes[0] == 16
     assert 0 < manifest.memory_free <= manifest.memory_total

@@ -13,6 +13,8 @@ from .version import isthmus_version
 
 DTYPES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16", "f64": "float64"}
 WIDTH = 99
+LABEL = 9
+ROOM = WIDTH - 2 - LABEL
 MAX_NOTES = 3
 HELLO = "Hi"
 
@@ -50,7 +52,7 @@ def _curl(url: str, model: str, key: bool, path: str, body: dict[str, Any] | Non
         return [f"curl {url}{path}{header}"]
     named, bare = (f"-d {shlex.quote(json.dumps(b))}" for b in ({"model": model, **body}, body))
     lines = [f"curl {url}{path} -H 'Content-Type: application/json'"] + ([header[1:]] if key else [])
-    return [f"{line} \\" for line in lines] + [named if len(named) <= WIDTH - 12 else bare]
+    return [f"{line} \\" for line in lines] + [named if len(named) <= ROOM else bare]
 
 
 def _cut(text: str, width: int) -> str:
@@ -76,10 +78,10 @@ def banner(info: Mapping[str, Any], config: Config, url: str, seconds: float, te
         ("context", f"{context} tokens; {count(at_once, 'request')} of that length at once, at most "
                     f"{info['max_running']} of any length"),
     ]
-    lines = [f"  {name:10}{_cut(value, WIDTH - 12)}" for name, value in rows]
+    lines = [f"  {name:{LABEL}}{_cut(value, ROOM)}" for name, value in rows]
     curl = _curl(url, model, key, *example(text, context))
     return "\n".join([
         f"isthmus {isthmus_version()} is ready after {seconds:.1f} s: {url}", *lines,
-        *(f"  {name:10}{line}" for name, line in zip(("try", *[""] * 3), curl, strict=False)),
-        f"  clients   export OPENAI_BASE_URL={url}/v1 OPENAI_API_KEY={'<your key>' if key else 'none'}",
+        *(f"  {name:{LABEL}}{line}" for name, line in zip(("try", *[""] * 3), curl, strict=False)),
+        f"  {'clients':{LABEL}}export OPENAI_BASE_URL={url}/v1 OPENAI_API_KEY={'<your key>' if key else 'none'}",
     ])
