@@ -37,7 +37,7 @@ from isthmus.core.processes.backlog import MERGE_BYTES, Backlog, joined
 from isthmus.core.processes.detokenizer import DetokenizerState, first_logprobs
 from isthmus.core.processes.in_process import InProcessClient
 from isthmus.core.processes.scheduler import SchedulerState
-from isthmus.core.processes.three import LAST_WORDS_S, ProcessClient
+from isthmus.core.processes.three import ProcessClient
 from isthmus.core.processes.wire import decode_to_api, decode_to_detokenizer, decode_to_scheduler, encode
 
 from .fake_engine import BUG, CRASH, EOS, FULL, RAISE, REFUSE, ByteTokenizer, FakeEngine
@@ -292,9 +292,7 @@ def test_a_dead_process_fails_health_at_once_and_ends_every_stream(kill):
         for stream in streams:
             with pytest.raises(EngineDead, match="exited with code 7" if kill == "by itself" else "signal 9"):
                 await asyncio.wait_for(stream, 2)
-        assert client.died.is_set()
-        if kill != "by itself":
-            assert time.monotonic() - began < LAST_WORDS_S, "a killed process has no last words to wait for"
+        assert client.died.is_set() and time.monotonic() - began < 1, "it left no last words to wait for"
         assert ("scheduler" if kill == "by itself" else kill) in client.health()[1]
     with_client("processes", body)
 
