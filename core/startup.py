@@ -58,7 +58,7 @@ def load(config: Config, progress: Progress | None = None) -> Loaded:
     tell = progress or (lambda stage, done, total: None)
     platform, manifest, reason = claim_platform(config)
     dtype = compute_dtype(config, manifest)
-    page_size = _page_size(config, manifest)
+    page_size = choose_page_size(config, manifest)
     path = Path(resolve_model(config.model.model, config.model.revision, tell))
     with open_checkpoint(path) as checkpoint:
         # What cannot fit is refused before the weights are read; the real figures count afterwards.
@@ -104,7 +104,8 @@ def compute_dtype(config: Config, manifest: Manifest) -> str:
     return dtype
 
 
-def _page_size(config: Config, manifest: Manifest) -> int:
+def choose_page_size(config: Config, manifest: Manifest) -> int:
+    """Tokens in a page: the platform's default unless the user chose one that it offers."""
     size = config.cache.page_size or manifest.page_sizes[0]
     if size not in manifest.page_sizes:
         offered = ", ".join(map(str, sorted(manifest.page_sizes)))

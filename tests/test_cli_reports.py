@@ -49,6 +49,7 @@ def test_doctor_has_a_verdict_in_twenty_lines(capsys):
                                       "`isthmus serve --platform referense` cannot run here; what can: "]),
     (["--platform", "null", "--platform-option", "dealy_ms=5"], 1,
      ["- null", "the null platform has no option dealy_ms; did you mean delay_ms? (asked for)", "+ reference"]),
+    (["--platform", "null", "--platform-option", "delay_ms=soon"], 1, ["delay_ms='soon': a whole number is needed"]),
     (["--platform", "null", "--platform-option", "delay_ms=5"], 0, ["* null", "+ reference"]),
 ])
 def test_doctor_says_whether_the_platform_that_was_asked_for_can_run(words, code, parts, capsys):
@@ -121,8 +122,11 @@ def test_explain_names_values_origins_and_decisions(tiny, capsys, monkeypatch):
 def test_explain_says_what_cannot_work(tiny, capsys):
     assert main(["explain", tiny, "--platform", "nosuch"]) == 2
     assert "no such platform is installed" in capsys.readouterr().err
-    assert main(["explain", tiny, "--platform", "reference", "--page-size", "7", "--max-model-len", "100000"]) == 2
-    assert "--max-model-len 100000" in capsys.readouterr().out
+    for words, problem in ((["--max-model-len", "100000"], "--max-model-len 100000"),
+                           (["--page-size", "7"], "--page-size 7: reference offers 1, 4, 8, 16"),
+                           (["--chat-template", "/no.jinja"], "--chat-template /no.jinja: no such file")):
+        assert main(["explain", tiny, "--platform", "reference", *words]) == 2
+        assert problem in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("model, words", [("nope", "'nope' is no known model"), ("./nope.gguf", "no such file"),

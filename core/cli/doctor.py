@@ -11,7 +11,7 @@ from typing import Any
 
 from ..config import PlatformSettings
 from ..env import cache_dir
-from .banner import size
+from .banner import count, size
 from .settings import Resolved, suggest
 from .version import isthmus_version
 
@@ -108,7 +108,7 @@ def lines(report: dict[str, Any]) -> list[str]:
     memory = report["memory"]
     space = f"{size(memory['free'])} of {size(memory['total'])} free" if isinstance(memory, dict) else memory
     out = [f"isthmus {report['isthmus']}, Python {report['python']}, {report['system']}",
-           f"{report['cpus']} processors, memory {space}",
+           f"{count(report['cpus'] or 0, 'processor')}, memory {space}",
            "platforms (* would be taken, + can run too, - cannot run here):"]
     out += _platform_lines(report)
     libraries = report["libraries"]

@@ -11,6 +11,7 @@ from ..errors import IsthmusError
 from ..platform import Manifest, Unavailable, Unsupported
 from .banner import DTYPES, size
 from .parser import add_model_argument
+from .session import read_template
 from .settings import SECRET, Resolved, list_settings, shown, value_of
 
 
@@ -54,16 +55,17 @@ def shown_variable(name: str) -> str:
 
 def decisions(config: Config) -> tuple[list[tuple[str, str, str]], bool]:
     """(what, value, why) of each choice that follows, and whether one of them cannot be made here."""
-    from ..startup import claim_platform, compute_dtype
+    from ..startup import choose_page_size, claim_platform, compute_dtype
     made: list[tuple[str, str, str]] = []
     try:
+        read_template(config)
         platform, manifest, why = claim_platform(config)
         getattr(platform, "close", lambda: None)()
         made.append(("platform", manifest.name, why))
         dtype = compute_dtype(config, manifest)
         made.append(("dtype", DTYPES.get(dtype, dtype),
                      "asked for" if config.model.dtype != "auto" else f"{manifest.name} computes best in it"))
-        page = config.cache.page_size or manifest.page_sizes[0]
+        page = choose_page_size(config, manifest)
         made.append(("page size", f"{page} tokens", "asked for" if config.cache.page_size else "its default"))
         made += _sizes(config, manifest, dtype, page)
     except (IsthmusError, Unavailable, Unsupported) as error:

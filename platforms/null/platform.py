@@ -24,6 +24,7 @@ from ...core.platform import (
     RawTensor,
     StateSpec,
     StepResult,
+    Unavailable,
     WeightSpec,
 )
 from ..options import check_options
@@ -61,6 +62,13 @@ class Launched:
         return self._future.result()
 
 
+def _number(options: Mapping[str, str], name: str, default: int) -> int:
+    value = options.get(name, str(default))
+    if not value.isdecimal() or len(value) > 9:
+        raise Unavailable(f"{name}={value!r}: a whole number is needed")
+    return int(value)
+
+
 class Platform:
     """A device that needs no time and forgets nothing."""
 
@@ -69,8 +77,8 @@ class Platform:
     def __init__(self, options: Mapping[str, str]):
         check_options("null", options, ("check", "delay_ms", "vocab"))
         self._check = options.get("check", "1") != "0"
-        self._delay = float(options.get("delay_ms", "0")) / 1e3
-        self._vocab = int(options.get("vocab", "1000"))
+        self._delay = _number(options, "delay_ms", 0) / 1e3
+        self._vocab = _number(options, "vocab", 1000) or 1
         self._worker = ThreadPoolExecutor(1, "null-device")
 
     def probe(self, rank: int = 0, world: int = 1) -> Manifest:
