@@ -260,4 +260,4 @@ def test_long_texts_are_tokenized_off_the_loop(made, http):
     tokenizer.encode = lambda *args: threads.append(threading.current_thread().name) or plain(*args)
     answer(http, "short")
     complete(http, "long " * 1000)
-    assert not threads[0].startswith("text") and threads[1].startswith("text")
+    assert not threads[0].startswith("server") and threads[1].startswith("server")

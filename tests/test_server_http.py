@@ -8,7 +8,7 @@ import pytest
 from isthmus.core.config import size_bytes
 from isthmus.core.errors import Overloaded, RequestError
 from isthmus.core.server.errors import as_request_error
-from isthmus.core.server.limits import MAX_DEPTH, nesting_depth, parse_object
+from isthmus.core.server.limits import MAX_DEPTH, MAX_VALUES, parse_object, structure
 from isthmus.core.server.middleware import authorized, split_keys
 from starlette.testclient import TestClient
 
@@ -147,19 +147,26 @@ def test_lone_surrogates(http, escape, stream):
     assert http.post(CHAT, content=pair, headers=JSON).status_code == 200
 
 
-def test_nesting_depth():
+def test_depth_and_values_of_a_body():
+    def depth(body: bytes) -> int:
+        return structure(body)[0]
+
     deep = b"[" * 150 + b"]" * 150
-    assert nesting_depth(deep, 100) == 150 and nesting_depth(b'{"a":' + deep + b"}", 100) == 151
-    assert nesting_depth(b'"' + b"[{" * 500 + b'"', 100) == 0, "brackets in a string are text"
-    assert nesting_depth(b'["' + b'[\\"[' * 500 + b'"]', 100) == 1
-    assert nesting_depth(b'["\\\\", ' + deep + b"]", 100) == 151, "an escaped backslash does not escape the quote"
-    assert nesting_depth(b"[]" * 500, 100) == 1
-    assert nesting_depth(b"]" * 500 + b"[" * 50, 10) == 0
-    assert nesting_depth(b'"\\' * 200_000 + b"[" * 200, 100) >= 0, "linear in an unterminated string"
+    assert depth(deep) == 150 and depth(b'{"a":' + deep + b"}") == 151
+    assert depth(b'"' + b"[{" * 500 + b'"') == 0, "brackets in a string are text"
+    assert depth(b'["' + b'[\\"[' * 500 + b'"]') == 1
+    assert depth(b'["\\\\", ' + deep + b"]") == 151, "an escaped backslash does not escape the quote"
+    assert depth(b"[]" * 500) == 1
+    assert depth(b"]" * 500 + b"[" * 50) == 0
+    assert depth(b'"\\' * 200_000 + b"[" * 200) >= 0, "linear in an unterminated string"
     flat = b'{"a":' + b"[" * (MAX_DEPTH - 1) + b"]" * (MAX_DEPTH - 1) + b"}"
     assert parse_object(flat)
     with pytest.raises(RequestError, match="nests 101 deep"):
         parse_object(b'{"b":' + flat + b"}")
+    assert structure(b'{"a,[": [1, {}, "\\",[,"], "b": {"c": []}}')[1] == 8
+    with pytest.raises(RequestError, match=f"holds {MAX_VALUES + 2} values"):
+        parse_object(b'{"b":[' + b"1," * MAX_VALUES + b"1]}")
+    assert len(parse_object(b'{"b":"' + b"," * 2 * MAX_VALUES + b'"}')["b"]) == 2 * MAX_VALUES
 
 
 @pytest.mark.parametrize("media,good", [

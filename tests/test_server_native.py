@@ -156,7 +156,7 @@ def test_detokenize(http, path):
     assert good(http.post(path, json={"tokens": []}))["text"] == ""
     for odd in ([VOCAB], [-1], [2**63]):
         assert param_of(http.post(path, json={"tokens": odd})) == "tokens"
-    assert param_of(http.post(path, json={"tokens": [1, "2"]})) == "tokens[1]"
+    assert param_of(http.post(path, json={"tokens": [1, "2"]})) == "tokens"
     assert param_of(http.post(path, json={})) == "tokens"
 
 

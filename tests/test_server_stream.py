@@ -281,4 +281,4 @@ def test_lifespan_ends_the_threads():
     with TestClient(made.app):
         pass
     with pytest.raises(RuntimeError, match="shutdown"):
-        made.app.state.server.text._pool.submit(len, "")
+        made.app.state.server.threads._pool.submit(len, "")

@@ -112,9 +112,9 @@ class LocalBackend:
         from ..messages import Submit, Watch, pack_ids
         from ..server.validate import Bounds, output_limit, sampling_params
         if isinstance(prompt, str):
-            ids = await self.text.encode(prompt)
+            ids = await asyncio.to_thread(self.text.encode, prompt)
         else:
-            ids = await self.text.encode_chat(prompt, sum(len(m["content"]) for m in prompt))
+            ids = await asyncio.to_thread(self.text.encode_chat, prompt)
         bounds = Bounds(self.client.info["vocab_size"], self.client.info["max_model_len"], 1, self.defaults)
         fields = check_options(options)
         room = output_limit(fields.max_tokens, limit, len(ids), bounds, "messages")
@@ -133,8 +133,6 @@ class LocalBackend:
         """Stop the engine."""
         if self.client is not None:
             await self.client.close()
-        if self.text is not None:
-            self.text.close()
 
 
 class RemoteBackend:

@@ -80,7 +80,7 @@ def create_app(client: Any, text: TextService, config: Config) -> Starlette:
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         yield
-        text.close()
+        server.threads.close()
 
     routes = [Route(path, guarded(server, handler), methods=methods.split()) for methods, path, handler in ROUTES]
     gate = Middleware(Gate, keys=split_keys(config.server.api_key), on_status=server.metrics.count_status)

@@ -2,8 +2,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
-from contextlib import aclosing
 
 from msgspec import UNSET
 from starlette.requests import Request
@@ -11,30 +9,20 @@ from starlette.responses import Response
 
 from ..messages import TextOutput, unpack_ids
 from ..scheduler.request import cache_domain
+from .answer import GenerationAnswer, respond
 from .context import Server
 from .conversation import generation_prompt, parse_messages, template_kwargs
 from .generation import Choice, Generation, Prompt, check_ended, new_id, wants_usage
-from .limits import read_object
 from .logprobs import chat_logprobs
-from .protocol import ChatRequest, refuse_unsupported
-from .stream import EventStream, event, json_response, unless_hung_up
+from .protocol import ChatRequest, read
+from .stream import event
 from .validate import check_choices, check_size, invalid, output_limit, sampling_params
 from .wire import Answer, ChatChoice, ChatLogprobs, ChunkChoice, Delta, Message
 
 
 async def chat_completions(server: Server, request: Request) -> Response:
     """Answer a conversation, whole or as a stream."""
-    server.require_ready()
-    body = await read_object(request, server.max_body)
-    refuse_unsupported(body)
-    asked = ChatRequest.model_validate(body)
-    server.require_model(asked.model)
-    generation = request.state.generation = await start(server, asked)
-    answer = ChatAnswer(server, asked, generation)
-    if asked.stream:
-        return EventStream(answer.chunks(), server.config.server.sse_ping)
-    choices = await unless_hung_up(request, generation.collect())
-    return json_response(answer.whole(choices))
+    return await respond(server, request, start, in_thread=True)
 
 
 def wanted_logprobs(asked: ChatRequest) -> int | None:
@@ -46,34 +34,38 @@ def wanted_logprobs(asked: ChatRequest) -> int | None:
     return asked.top_logprobs or 0
 
 
-async def start(server: Server, asked: ChatRequest) -> Generation:
+def start(server: Server, body: bytes) -> ChatAnswer:
     """Check everything and prepare the engine requests; nothing runs yet."""
+    asked = read(ChatRequest, body)
+    server.require_model(asked.model)
     bounds, n = server.bounds, asked.n or 1
     check_choices(1, n, bounds)
     logprobs = wanted_logprobs(asked)
     check_size(len(asked.messages), bounds, "messages")
     messages, size = parse_messages(asked.messages)
     check_size(server.text.least_tokens(size), bounds, "messages")
-    ids = await server.text.encode_chat(
-        messages, size, **generation_prompt(asked.add_generation_prompt, asked.continue_final_message),
+    ids = server.text.encode_chat(
+        messages, **generation_prompt(asked.add_generation_prompt, asked.continue_final_message),
         **template_kwargs(asked.chat_template_kwargs))
     if asked.max_tokens == 0:
         raise invalid("max_tokens", "must be at least 1")
     limit = output_limit(asked.max_tokens, None, len(ids), bounds, "messages")
     prompt = Prompt(ids, sampling_params(asked, bounds, limit, logprobs))
-    return Generation(server, new_id("chatcmpl"), [prompt], n, cache_domain(salt=asked.cache_salt),
-                      asked.priority or 0)
+    generation = Generation(server, new_id("chatcmpl"), [prompt], n, cache_domain(salt=asked.cache_salt),
+                            asked.priority or 0)
+    return ChatAnswer(server, asked, generation)
 
 
-class ChatAnswer:
-    """Turns the outputs of a generation into the response or its chunks."""
+class ChatAnswer(GenerationAnswer):
+    """A chat completion, or its chunks: role, text, one finish per choice and, if asked for, the usage."""
 
     def __init__(self, server: Server, asked: ChatRequest, generation: Generation):
-        self.server, self.asked, self.generation = server, asked, generation
+        super().__init__(server, generation, asked.stream)
+        self.asked = asked
         self.created = int(time.time())
+        self._begun: set[int] = set()
 
     def whole(self, choices: list[Choice]) -> Answer:
-        """The buffered response."""
         answers = [self._choice(i, choice) for i, choice in enumerate(choices)]
         prompt_ids = self.generation.prompts[0].ids.tolist() if self.asked.return_token_ids else UNSET
         return Answer(self.generation.id, "chat.completion", self.created, self.server.model, answers,
@@ -90,28 +82,26 @@ class ChatAnswer:
         return ChatChoice(index, Message("".join(choice.text)), logprobs, choice.finish,
                           UNSET if matched is None else matched, ids)
 
-    async def chunks(self) -> AsyncIterator[bytes]:
-        """The stream: role, text, one finish per choice and, if asked for, the usage."""
-        begun: set[int] = set()
-        async with aclosing(self.generation.outputs()) as outputs:
-            async for index, output in outputs:
-                check_ended(output.finish)
-                choice = self.generation.choices[index]
-                choice.count(output)
-                data = b""
-                if index not in begun:
-                    data = self._chunk(ChunkChoice(index, Delta(role="assistant", content="")), first=not begun)
-                    begun.add(index)
-                data += self._text(index, output)
-                if output.finish is not None:
-                    matched = choice.matched()
-                    data += self._chunk(ChunkChoice(index, Delta(), output.finish,
-                                                    stop_reason=UNSET if matched is None else matched))
-                if data:
-                    yield data
-        if wants_usage(self.asked.stream_options):
-            yield event(Answer(self.generation.id, "chat.completion.chunk", self.created, self.server.model, [],
-                               self.generation.usage()))
+    def chunk(self, index: int, output: TextOutput) -> bytes:
+        check_ended(output.finish)
+        choice = self.generation.choices[index]
+        choice.count(output)
+        data = b""
+        if index not in self._begun:
+            data = self._chunk(ChunkChoice(index, Delta(role="assistant", content="")), first=not self._begun)
+            self._begun.add(index)
+        data += self._text(index, output)
+        if output.finish is not None:
+            matched = choice.matched()
+            data += self._chunk(ChunkChoice(index, Delta(), output.finish,
+                                            stop_reason=UNSET if matched is None else matched))
+        return data
+
+    def last(self) -> bytes:
+        if not wants_usage(self.asked.stream_options):
+            return b""
+        return event(Answer(self.generation.id, "chat.completion.chunk", self.created, self.server.model, [],
+                            self.generation.usage()))
 
     def _text(self, index: int, output: TextOutput) -> bytes:
         """The chunk with an output's text; nothing for an output that only holds a part of a character."""

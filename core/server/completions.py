@@ -2,8 +2,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
-from contextlib import aclosing
 from typing import Any
 
 from msgspec import UNSET
@@ -12,12 +10,12 @@ from starlette.responses import Response
 
 from ..messages import Logprobs, TextOutput, unpack_ids
 from ..scheduler.request import cache_domain
+from .answer import GenerationAnswer, respond
 from .context import Server
 from .generation import Choice, Generation, Prompt, check_ended, new_id, wants_usage
-from .limits import read_object
 from .logprobs import LegacyShape
-from .protocol import CompletionRequest, refuse_unsupported
-from .stream import EventStream, event, json_response, unless_hung_up
+from .protocol import CompletionRequest, read
+from .stream import event
 from .validate import (
     COMPLETION_TOKENS,
     Bounds,
@@ -34,81 +32,69 @@ from .wire import Answer, LegacyLogprobs, TextChoice
 
 async def completions(server: Server, request: Request) -> Response:
     """Continue one prompt or several, whole or as a stream."""
-    server.require_ready()
-    body = await read_object(request, server.max_body)
-    refuse_unsupported(body)
-    asked = CompletionRequest.model_validate(body)
-    server.require_model(asked.model)
-    generation = request.state.generation = await start(server, asked)
-    answer = CompletionAnswer(server, asked, generation)
-    if asked.stream:
-        return EventStream(answer.chunks(), server.config.server.sse_ping)
-    choices = await unless_hung_up(request, generation.collect())
-    return json_response(answer.whole(choices))
+    return await respond(server, request, start)
 
 
-async def start(server: Server, asked: CompletionRequest) -> Generation:
+def start(server: Server, body: bytes) -> CompletionAnswer:
     """Check everything and prepare the engine requests; nothing runs yet."""
+    asked = read(CompletionRequest, body)
+    server.require_model(asked.model)
     n = asked.n or 1
     if asked.best_of is not None and asked.best_of != n:
         raise invalid("best_of", f"is {asked.best_of}; only the value of n ({n}) is supported")
     parts = split_prompts(asked.prompt)
     check_choices(len(parts), n, server.bounds)
-    prompts = [await read_prompt(server, asked, name, part) for name, part in parts]
-    return Generation(server, new_id("cmpl"), prompts, n, cache_domain(salt=asked.cache_salt), asked.priority or 0)
+    prompts = [read_prompt(server, asked, name, part) for name, part in parts]
+    domain = cache_domain(salt=asked.cache_salt)
+    return CompletionAnswer(server, asked, Generation(server, new_id("cmpl"), prompts, n, domain, asked.priority or 0))
 
 
-async def read_prompt(server: Server, asked: CompletionRequest, param: str, part: str | list[Any]) -> Prompt:
+def read_prompt(server: Server, asked: CompletionRequest, param: str, part: str | list[Any]) -> Prompt:
     """One prompt's ids and parameters."""
     bounds: Bounds = server.bounds
     if isinstance(part, str):
         check_size(server.text.least_tokens(len(part)), bounds, param)
-        ids, text = await server.text.encode(part, asked.add_special_tokens is not False), part
+        ids, text = server.text.encode(part, asked.add_special_tokens is not False), part
         if not len(ids):
             raise invalid(param, "is empty: at least one token is needed")
     else:
         check_size(len(part), bounds, param)
         ids, text = check_ids(part, bounds, param), ""
         if asked.echo:
-            text = await server.text.decode(ids, asked.skip_special_tokens is not False)
+            text = server.text.decode(ids, asked.skip_special_tokens is not False)
     limit = output_limit(asked.max_tokens, COMPLETION_TOKENS, len(ids), bounds, param)
     params = sampling_params(asked, bounds, limit, asked.logprobs, asked.logprobs if asked.echo else None)
     return Prompt(ids, params, text)
 
 
-class CompletionAnswer:
-    """Turns the outputs of a generation into the response or its chunks."""
+class CompletionAnswer(GenerationAnswer):
+    """A completion, or its chunks: text, in each choice's last one its finish, and then, if asked for, the usage."""
 
     def __init__(self, server: Server, asked: CompletionRequest, generation: Generation):
-        self.server, self.asked, self.generation = server, asked, generation
+        super().__init__(server, generation, asked.stream)
+        self.asked = asked
+        self._begun: set[int] = set()
         self.created = int(time.time())
         self.shapes = [LegacyShape(server.text, choice.prompt.params.skip_special) for choice in generation.choices]
 
     def whole(self, choices: list[Choice]) -> Answer:
-        """The buffered response."""
         answers = [self._choice(i, choice) for i, choice in enumerate(choices)]
         return self._answer(answers, self.generation.usage())
 
-    async def chunks(self) -> AsyncIterator[bytes]:
-        """The stream: text with, in each choice's last chunk, its finish; then, if asked for, the usage."""
-        begun: set[int] = set()
-        async with aclosing(self.generation.outputs()) as outputs:
-            async for index, output in outputs:
-                self.generation.choices[index].count(output)
-                choice = self._part(index, output, index not in begun)
-                begun.add(index)
-                if choice is not None:
-                    yield event(self._answer([choice], self.generation.chunk_usage(self.asked.stream_options)))
-        if wants_usage(self.asked.stream_options):
-            yield event(self._answer([], self.generation.usage()))
-
-    def _part(self, index: int, output: TextOutput, first: bool) -> TextChoice | None:
-        """An output as a chunk's choice; None for one that only holds a part of a character."""
+    def chunk(self, index: int, output: TextOutput) -> bytes:
+        """The event of an output; none for one that only holds a part of a character."""
+        self.generation.choices[index].count(output)
         part = Choice(self.generation.choices[index].prompt)
         part.add(output)
-        choice = self._choice(index, part, first)
+        choice = self._choice(index, part, index not in self._begun)
+        self._begun.add(index)
         silent = not choice.text and choice.logprobs is None and choice.token_ids is UNSET
-        return None if silent and choice.finish_reason is None else choice
+        if silent and choice.finish_reason is None:
+            return b""
+        return event(self._answer([choice], self.generation.chunk_usage(self.asked.stream_options)))
+
+    def last(self) -> bytes:
+        return event(self._answer([], self.generation.usage())) if wants_usage(self.asked.stream_options) else b""
 
     def _choice(self, index: int, choice: Choice, first: bool = True) -> TextChoice:
         check_ended(choice.finish)

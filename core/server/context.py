@@ -8,6 +8,7 @@ from ..config import Config, size_bytes
 from ..errors import EngineDead, Overloaded, RequestError
 from .metrics import Metrics
 from .text_service import TextService
+from .threads import Threads
 from .validate import Bounds
 
 
@@ -23,6 +24,7 @@ class Server:
         self.created = int(time.time())
         self.running: dict[str, tuple[str, ...]] = {}
         self.metrics = Metrics()
+        self.threads = Threads()
 
     @property
     def info(self) -> dict[str, Any]:
@@ -50,7 +52,7 @@ class Server:
     def require_ready(self) -> None:
         """Raise 503 with the reason when no request can be taken."""
         reason = self.why_not_ready()
-        if self.client.died.is_set():
+        if self.client.gone:
             raise EngineDead(reason)
         if reason:
             raise Overloaded(reason, status=503, retry_after=5)

@@ -24,9 +24,17 @@ def fault(path: str, message: str, code: str = "invalid_value") -> RequestError:
 
 
 def parse_messages(messages: list[Any]) -> tuple[list[dict[str, Any]], int]:
-    """Messages for the template, and the number of characters in them. Raises 400 that names the faulty place."""
+    """Messages for the template, and the number of characters in all their texts. Raises 400 that names the faulty
+    place."""
     parsed = [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
-    return parsed, sum(len(message["content"]) for message in parsed)
+    return parsed, sum(map(characters, parsed))
+
+
+def characters(value: Any) -> int:
+    """Of all strings in a parsed message, however deep."""
+    if isinstance(value, str):
+        return len(value)
+    return sum(map(characters, value.values() if isinstance(value, dict) else value))
 
 
 def _message(message: Any, path: str) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from msgspec import UNSET, UnsetType
 
 from ..errors import RequestError
 from ..messages import Logprobs, SamplingParams, Submit, TextOutput, Watch, pack_ids
+from ..processes.backlog import output_size
 from .context import Server
 from .errors import ABORTED
 from .protocol import StreamOptions
@@ -42,7 +43,8 @@ class Prompt:
 
 @dataclass
 class Choice:
-    """All that arrived for one answer. scored: packed ids with their log-probabilities, output by output."""
+    """All that arrived for one answer. scored: packed ids with their log-probabilities, output by output. size: bytes
+    of ids in it, alternatives included."""
 
     prompt: Prompt
     text: list[str] = field(default_factory=list)
@@ -53,6 +55,7 @@ class Choice:
     stop_reason: str | None = None
     cached: int = 0
     completion: int = 0
+    size: int = 0
 
     def count(self, output: TextOutput) -> None:
         """Take over the numbers of one output."""
@@ -63,6 +66,7 @@ class Choice:
     def add(self, output: TextOutput) -> None:
         """Take over all of one output."""
         self.count(output)
+        self.size += output_size(output)
         self.text.append(output.text)
         self.tokens.append(output.tokens)
         if output.logprobs is not None:
@@ -132,17 +136,18 @@ class Generation:
             clock.end(finish)
 
     async def _merge(self, ids: list[str]) -> AsyncIterator[tuple[int, TextOutput]]:
-        queue: asyncio.Queue[tuple[int, TextOutput] | BaseException | None] = asyncio.Queue()
+        # What waits beyond one output a choice waits where it is joined: in the client.
+        queue: asyncio.Queue[tuple[int, TextOutput] | BaseException | None] = asyncio.Queue(len(ids))
 
         async def pump(index: int, id: str) -> None:
             last: BaseException | None = None
             try:
                 async with aclosing(self._one(index, id)) as outputs:
                     async for pair in outputs:
-                        queue.put_nowait(pair)
+                        await queue.put(pair)
             except Exception as error:  # carried to the reader, who raises it
                 last = error
-            queue.put_nowait(last)
+            await queue.put(last)
 
         tasks = [asyncio.ensure_future(pump(i, id)) for i, id in enumerate(ids)]
         try:

@@ -1,7 +1,9 @@
 """Limits that hold before a request costs anything, and the reading of JSON bodies under them."""
 from __future__ import annotations
 
-import re
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -11,6 +13,7 @@ from starlette.requests import Request
 from ..errors import RequestError
 
 MAX_DEPTH = 100            # nesting of a JSON body
+MAX_VALUES = 2_000_000     # values in a JSON body
 MAX_HEADERS = 100          # header fields of a request
 MAX_HEADER_BYTES = 65536   # names and values together
 MAX_STOPS = 64             # stop strings of a request
@@ -19,18 +22,45 @@ MAX_STOP_IDS = 1024        # stop_token_ids of a request
 MAX_BIAS = 1024            # logit_bias entries of a request
 MAX_TEMPLATE_KWARGS = 32   # chat_template_kwargs of a request
 MAX_TEXT = 1024            # characters of a short free text: cache_salt, rid, a template argument
+MAX_TOKENIZE = 2**22       # characters of a text for /tokenize
 
-_STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"?', re.DOTALL)
-_NOT_BRACKETS = bytes(sorted(set(range(256)) - set(b"[]{}")))
+_STEPS = np.zeros(256, np.int8)  # what a character does to the depth of a JSON text
+_STEPS[list(b"[{")], _STEPS[list(b"]}")] = 1, -1
 
 
-def nesting_depth(body: bytes, limit: int) -> int:
-    """Deepest nesting of arrays and objects in a JSON text, without parsing it; 0 when it cannot exceed `limit`."""
-    if body.count(b"[") + body.count(b"{") <= limit:
-        return 0
-    brackets = np.frombuffer(_STRING.sub(b"", body).translate(None, _NOT_BRACKETS), np.uint8)
-    steps = np.where((brackets == ord("[")) | (brackets == ord("{")), 1, -1)
-    return int(steps.cumsum(dtype=np.int64).max(initial=0))
+def structure(body: bytes) -> tuple[int, int]:
+    """Deepest nesting of arrays and objects in a JSON text, and the number of values in it (commas and opening
+    brackets), without parsing it."""
+    text = np.frombuffer(body.replace(rb"\\", b"").replace(rb'\"', b""), np.uint8)
+    outside = np.cumsum(text == ord('"'), dtype=np.uint8) % 2 == 0  # of strings; an overflow keeps the parity
+    steps = _STEPS[text] * outside
+    steps = steps[steps != 0]
+    depth = steps.cumsum(dtype=np.int32).max(initial=0)
+    return int(depth), int(np.count_nonzero(steps > 0) + np.count_nonzero((text == ord(",")) & outside))
+
+
+def check_structure(body: bytes) -> None:
+    """Raise 400 for a JSON text that nests too deeply or holds too many values to be parsed."""
+    brackets = body.count(b"[") + body.count(b"{")
+    if brackets <= MAX_DEPTH and brackets + body.count(b",") <= MAX_VALUES:
+        return
+    depth, values = structure(body)
+    if depth > MAX_DEPTH:
+        raise RequestError(f"the body nests {depth} deep, more than the {MAX_DEPTH} allowed", code="invalid_json")
+    if values > MAX_VALUES:
+        raise RequestError(f"the body holds {values} values, more than the {MAX_VALUES} allowed", code="invalid_json")
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """JSON has no cycles, but collecting garbage would go through all of a large body again and again."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def too_large(size: str, limit: int) -> RequestError:
@@ -53,11 +83,10 @@ async def read_body(request: Request, limit: int) -> bytes:
 
 def parse_object(body: bytes) -> dict[str, Any]:
     """A JSON object within the limits; raises 400 for anything else (bad UTF-8, lone surrogates, NaN, depth)."""
-    depth = nesting_depth(body, MAX_DEPTH)
-    if depth > MAX_DEPTH:
-        raise RequestError(f"the body nests {depth} deep, more than the {MAX_DEPTH} allowed", code="invalid_json")
+    check_structure(body)
     try:
-        value = msgspec.json.decode(body)
+        with _no_collection():
+            value = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise RequestError(f"the body is not valid JSON: {error}", code="invalid_json") from None
     if not isinstance(value, dict):
@@ -65,15 +94,13 @@ def parse_object(body: bytes) -> dict[str, Any]:
     return value
 
 
-async def read_object(request: Request, limit: int, required: bool = True) -> dict[str, Any]:
-    """The JSON object that a request carries; {} for an empty body when none is required.
+async def read_json(request: Request, limit: int) -> bytes:
+    """The body of a request that says that it sends JSON.
 
     A JSON media type is demanded (415) so that a foreign web page cannot post here without asking the browser first.
     """
     body = await read_body(request, limit)
-    if not body and not required:
-        return {}
     media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media != "application/json" and not media.endswith("+json"):
         raise RequestError(f"Content-Type is {media or 'missing'!r}; send application/json", status=415)
-    return parse_object(body)
+    return body

@@ -2,47 +2,40 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
-from contextlib import aclosing
 from typing import Any
 
+from msgspec import Raw
 from starlette.requests import Request
 from starlette.responses import Response
 
 from ..errors import RequestError
-from ..messages import unpack_ids
+from ..messages import Logprobs, TextOutput, unpack_ids
 from ..scheduler.request import cache_domain
+from .answer import GenerationAnswer, respond
 from .context import Server
 from .conversation import generation_prompt, parse_messages, template_kwargs
 from .generation import Choice, Generation, Prompt, new_id
-from .limits import read_object
+from .limits import MAX_TOKENIZE, parse_object, read_json
 from .logprobs import native_logprobs, native_top
-from .protocol import DetokenizeRequest, GenerateRequest, SamplingFields, TokenizeRequest, refuse_unsupported
-from .stream import EventStream, event, json_response, unless_hung_up
+from .protocol import DetokenizeRequest, GenerateRequest, SamplingFields, TokenizeRequest, read
+from .stream import encode_json, event, json_response
+from .text_service import TextService
 from .validate import check_choices, check_ids, check_size, invalid, output_limit, sampling_params, split_prompts
 
-GENERATE_TOKENS = 128  # SGLang's default for max_new_tokens
+GENERATE_TOKENS = 128    # SGLang's default for max_new_tokens
+FREE_BYTES = 2**16       # events of a stream up to this size may come with every token
+BYTES_PER_S = 4_000_000  # of larger ones: each repeats all the others, so that they would grow without bounds
+NO_LOGPROBS = Logprobs(b"", 0, b"", b"")
 
 
 async def generate(server: Server, request: Request) -> Response:
     """Continue prompts; one prompt and n = 1 gives an object, anything else a list."""
-    server.require_ready()
-    body = await read_object(request, server.max_body)
-    refuse_unsupported(body)
-    if isinstance(body.get("sampling_params"), dict):
-        refuse_unsupported(body["sampling_params"])
-    asked = GenerateRequest.model_validate(body)
-    generation = request.state.generation = await start(server, asked)
-    answer = NativeAnswer(server, asked, generation)
-    if asked.stream:
-        return EventStream(answer.events(), server.config.server.sse_ping)
-    choices = await unless_hung_up(request, generation.collect())
-    answers = [answer.one(i, choice) for i, choice in enumerate(choices)]
-    return json_response(answers if answer.many else answers[0])
+    return await respond(server, request, start)
 
 
-async def start(server: Server, asked: GenerateRequest) -> Generation:
+def start(server: Server, body: bytes) -> NativeAnswer:
     """Check everything and prepare the engine requests; nothing runs yet."""
+    asked = read(GenerateRequest, body)
     if (asked.text is None) == (asked.input_ids is None):
         raise invalid("text", "or input_ids is required, and only one of them")
     param = "text" if asked.input_ids is None else "input_ids"
@@ -53,18 +46,19 @@ async def start(server: Server, asked: GenerateRequest) -> Generation:
     fields = asked.sampling_params or SamplingFields()
     n = fields.n or 1
     check_choices(len(parts), n, server.bounds, param)
-    prompts = [await read_prompt(server, asked, fields, name, part) for name, part in parts]
-    return Generation(server, asked.rid or new_id("gen"), prompts, n, cache_domain(salt=asked.cache_salt),
-                      asked.priority or 0)
+    prompts = [read_prompt(server, asked, fields, name, part) for name, part in parts]
+    generation = Generation(server, asked.rid or new_id("gen"), prompts, n, cache_domain(salt=asked.cache_salt),
+                            asked.priority or 0)
+    return NativeAnswer(server, asked, generation)
 
 
-async def read_prompt(server: Server, asked: GenerateRequest, fields: SamplingFields, param: str,
-                      part: str | list[Any]) -> Prompt:
+def read_prompt(server: Server, asked: GenerateRequest, fields: SamplingFields, param: str,
+                part: str | list[Any]) -> Prompt:
     """One prompt's ids and parameters."""
     bounds = server.bounds
     if isinstance(part, str):
         check_size(server.text.least_tokens(len(part)), bounds, param)
-        part = (await server.text.encode(part)).tolist()
+        part = server.text.encode(part).tolist()
     check_size(len(part), bounds, param)
     ids = check_ids(part, bounds, param)
     if fields.max_tokens == 0:
@@ -75,38 +69,88 @@ async def read_prompt(server: Server, asked: GenerateRequest, fields: SamplingFi
     return Prompt(ids, sampling_params(fields, bounds, limit, top, top if from_prompt else None))
 
 
-class NativeAnswer:
-    """Turns the outputs of a generation into the native response or its events."""
+class JsonList:
+    """A JSON array that grows, each entry encoded once."""
+
+    def __init__(self) -> None:
+        self._data = bytearray(b"[")
+
+    def extend(self, values: list[Any]) -> None:
+        """Add entries at the end."""
+        if values:
+            self._data += b"," if len(self._data) > 1 else b""
+            self._data += encode_json(values)[1:-1]
+
+    def value(self) -> Raw:
+        """All of it, for the encoder."""
+        return Raw(b"%b]" % self._data)
+
+
+class NativeChoice:
+    """One answer as it grows: what has been encoded is not encoded again."""
+
+    def __init__(self, text: TextService, asked: GenerateRequest, prompt: Prompt):
+        self.text, self.asked, self.prompt = text, asked, prompt
+        self.answer = ""
+        self.ids = JsonList()
+        self.lists: dict[str, JsonList] = {}
+        self.due = 0.0  # when the next event may come, by `time.perf_counter`
+
+    def add(self, part: Choice) -> None:
+        """What is new."""
+        self.answer += "".join(part.text)
+        self.ids.extend(unpack_ids(b"".join(part.tokens)).tolist())
+        if self.asked.return_logprob:
+            for tokens, values in part.scored or [(b"", NO_LOGPROBS)]:
+                self._extend("output", native_logprobs(self.text, unpack_ids(tokens).tolist(), values),
+                             native_top(self.text, values))
+        if part.prompt_logprobs is not None:
+            first = self.asked.logprob_start_len or 0
+            rows = native_logprobs(self.text, self.prompt.ids.tolist(), part.prompt_logprobs)
+            self._extend("input", rows[first:], [None, *native_top(self.text, part.prompt_logprobs)][first:])
+
+    def _extend(self, side: str, rows: list[Any], top: list[Any]) -> None:
+        self.lists.setdefault(f"{side}_token_logprobs", JsonList()).extend(rows)
+        if self.asked.top_logprobs_num:
+            self.lists.setdefault(f"{side}_top_logprobs", JsonList()).extend(top)
+
+
+class NativeAnswer(GenerationAnswer):
+    """The native response, or its events: each holds a whole answer so far, as this API's clients expect."""
 
     def __init__(self, server: Server, asked: GenerateRequest, generation: Generation):
-        self.server, self.asked, self.generation = server, asked, generation
+        super().__init__(server, generation, asked.stream)
         self.started = time.perf_counter()
         self.many = isinstance(asked.text, list) or generation.n > 1 or len(generation.prompts) > 1
+        self.choices = [NativeChoice(server.text, asked, choice.prompt) for choice in generation.choices]
 
-    async def events(self) -> AsyncIterator[bytes]:
-        """Each event holds the whole answer so far, as this API's clients expect."""
-        async with aclosing(self.generation.outputs()) as outputs:
-            async for index, output in outputs:
-                choice = self.generation.choices[index]
-                choice.add(output)
-                value = self.one(index, choice)
-                yield event({"index": index, **value} if self.many else value)
+    def whole(self, choices: list[Choice]) -> Any:
+        for native, choice in zip(self.choices, choices, strict=True):
+            native.add(choice)
+        answers = [self._one(i, choice) for i, choice in enumerate(choices)]
+        return answers if self.many else answers[0]
 
-    def one(self, index: int, choice: Choice) -> dict[str, Any]:
-        """One answer."""
-        tokens = b"".join(choice.tokens)
-        return {"text": "".join(choice.text), "output_ids": unpack_ids(tokens).tolist(),
-                "meta_info": self._meta(index, choice)}
+    def chunk(self, index: int, output: TextOutput) -> bytes:
+        """An event, or none while the last large one is still on its way: the next will have the same and more."""
+        choice, native, part = self.generation.choices[index], self.choices[index], Choice(self.choices[index].prompt)
+        choice.count(output)
+        part.add(output)
+        native.add(part)
+        now = time.perf_counter()
+        if now < native.due and output.finish is None:
+            return b""
+        value = self._one(index, choice)
+        data = event({"index": index, **value} if self.many else value)
+        native.due = now + max(0, len(data) * len(self.choices) - FREE_BYTES) / BYTES_PER_S
+        return data
 
-    def _meta(self, index: int, choice: Choice) -> dict[str, Any]:
-        id = self.generation.id
-        meta: dict[str, Any] = {
-            "id": f"{id}-{index}" if self.many else id, "finish_reason": self._finish(choice),
-            "prompt_tokens": len(choice.prompt.ids), "completion_tokens": choice.completion,
-            "cached_tokens": choice.cached, "e2e_latency": time.perf_counter() - self.started}
-        if self.asked.return_logprob:
-            meta.update(self._logprobs(choice))
-        return meta
+    def _one(self, index: int, choice: Choice) -> dict[str, Any]:
+        native, id = self.choices[index], self.generation.id
+        meta = {"id": f"{id}-{index}" if self.many else id, "finish_reason": self._finish(choice),
+                "prompt_tokens": len(choice.prompt.ids), "completion_tokens": choice.completion,
+                "cached_tokens": choice.cached, "e2e_latency": time.perf_counter() - self.started,
+                **{name: values.value() for name, values in native.lists.items()}}
+        return {"text": native.answer, "output_ids": native.ids.value(), "meta_info": meta}
 
     def _finish(self, choice: Choice) -> dict[str, Any] | None:
         if choice.finish == "length":
@@ -117,52 +161,60 @@ class NativeAnswer:
             return {"type": "stop", "matched": int(reason) if is_id else reason}
         return None if choice.finish is None else {"type": choice.finish}
 
-    def _logprobs(self, choice: Choice) -> dict[str, Any]:
-        text = self.server.text
-        found = {"output_token_logprobs": [row for tokens, values in choice.scored
-                                           for row in native_logprobs(text, unpack_ids(tokens).tolist(), values)]}
-        if self.asked.top_logprobs_num:
-            found["output_top_logprobs"] = [row for _, values in choice.scored for row in native_top(text, values)]
-        if choice.prompt_logprobs is not None:
-            first = self.asked.logprob_start_len or 0
-            rows = native_logprobs(text, choice.prompt.ids.tolist(), choice.prompt_logprobs)
-            found["input_token_logprobs"] = rows[first:]
-            if self.asked.top_logprobs_num:
-                found["input_top_logprobs"] = [None, *native_top(text, choice.prompt_logprobs)][first:]
-        return found
-
 
 async def tokenize(server: Server, request: Request) -> Response:
     """Ids of a text or of a conversation under the chat template."""
-    body = await read_object(request, server.max_body)
-    asked = TokenizeRequest.model_validate(body)
+    body = await read_json(request, server.max_body)
+    return await server.threads.run(lambda: json_response(tokenized(server, read(TokenizeRequest, body))), len(body),
+                                    always=True)
+
+
+def tokenized(server: Server, asked: TokenizeRequest) -> dict[str, Any]:
+    """The answer of `/tokenize`."""
     if asked.messages is not None:
         messages, size = parse_messages(asked.messages)
-        ids = await server.text.encode_chat(
-            messages, size, **generation_prompt(asked.add_generation_prompt, asked.continue_final_message),
+        check_characters(size, "messages")
+        ids = server.text.encode_chat(
+            messages, **generation_prompt(asked.add_generation_prompt, asked.continue_final_message),
             **template_kwargs(asked.chat_template_kwargs))
     elif asked.text is not None:
-        ids = await server.text.encode(asked.text, asked.add_special_tokens is not False)
+        check_characters(len(asked.text), "prompt")
+        ids = server.text.encode(asked.text, asked.add_special_tokens is not False)
     else:
         raise invalid("prompt", "or messages is required", "missing_required_parameter")
     answer = {"tokens": ids.tolist(), "count": len(ids), "max_model_len": server.info.get("max_model_len")}
     if asked.return_token_strs:
         answer["token_strs"] = [server.text.tokenizer.id_to_token(id) for id in answer["tokens"]]
-    return json_response(answer)
+    return answer
+
+
+def check_characters(size: int, param: str) -> None:
+    """Refuse a text that would take seconds to tokenize."""
+    if size > MAX_TOKENIZE:
+        raise RequestError(f"{param} has {size} characters; at most {MAX_TOKENIZE} are tokenized at once, send it in "
+                           "parts", status=413, param=param)
 
 
 async def detokenize(server: Server, request: Request) -> Response:
     """Text of token ids, under both names that clients look for."""
     server.require_ready()
-    asked = DetokenizeRequest.model_validate(await read_object(request, server.max_body))
+    body = await read_json(request, server.max_body)
+    return await server.threads.run(lambda: json_response(detokenized(server, read(DetokenizeRequest, body))),
+                                    len(body))
+
+
+def detokenized(server: Server, asked: DetokenizeRequest) -> dict[str, str]:
+    """The answer of `/detokenize`."""
+    check_size(len(asked.tokens), server.bounds, "tokens")
     ids = check_ids(asked.tokens, server.bounds, "tokens") if asked.tokens else []
-    text = await server.text.decode(ids, bool(asked.skip_special_tokens))
-    return json_response({"prompt": text, "text": text})
+    text = server.text.decode(ids, bool(asked.skip_special_tokens))
+    return {"prompt": text, "text": text}
 
 
 async def abort_request(server: Server, request: Request) -> Response:
     """End a request by the id of its response (or its `rid`), or all with `abort_all`."""
-    body = await read_object(request, server.max_body)
+    data = await read_json(request, server.max_body)
+    body = await server.threads.run(lambda: parse_object(data), len(data))
     if body.get("abort_all") is True:
         ids = [id for group in server.running.values() for id in group]
     elif isinstance(body.get("rid"), str):

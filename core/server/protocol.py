@@ -5,12 +5,13 @@ Sources: OpenAI's OpenAPI description; `max_new_tokens` and its like from SGLang
 """
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
-from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, StrictInt, model_validator
+from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from ..errors import RequestError
-from .limits import MAX_BIAS, MAX_STOP_CHARS, MAX_STOP_IDS, MAX_STOPS, MAX_TEXT
+from .errors import validation_error
+from .limits import MAX_BIAS, MAX_STOP_CHARS, MAX_STOP_IDS, MAX_STOPS, MAX_TEXT, parse_object
 
 INT64 = 2**63
 
@@ -43,6 +44,21 @@ class Body(BaseModel):
         return {key: value for key, value in data.items() if value is not None} if isinstance(data, dict) else data
 
 
+AnyBody = TypeVar("AnyBody", bound=Body)
+
+
+def read(model: type[AnyBody], data: bytes) -> AnyBody:
+    """A request from its bytes; raises the 400 that names the first fault."""
+    fields = parse_object(data)
+    refuse_unsupported(fields)
+    if isinstance(fields.get("sampling_params"), dict):
+        refuse_unsupported(fields["sampling_params"])
+    try:
+        return model.model_validate(fields)
+    except ValidationError as error:
+        raise validation_error(error) from None
+
+
 class StreamOptions(Body):
     """`stream_options`; `continuous_usage_stats` puts usage into every chunk."""
 
@@ -61,7 +77,7 @@ class SamplingFields(Body):
     top_k: int | None = Field(None, ge=-1)
     min_p: float | None = Field(None, ge=0, le=1)
     seed: int | None = Field(None, ge=-INT64, lt=INT64, validation_alias=AliasChoices("seed", "sampling_seed"))
-    repetition_penalty: float | None = Field(None, gt=0, le=10)
+    repetition_penalty: float | None = Field(None, ge=0.01, le=10)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], _at_most(MAX_BIAS)] | None = None
@@ -134,9 +150,9 @@ class TokenizeRequest(Body):
 
 
 class DetokenizeRequest(Body):
-    """`POST /detokenize`."""
+    """`POST /detokenize`; the ids are checked by `core.server.validate`."""
 
-    tokens: list[StrictInt]
+    tokens: list[Any]
     skip_special_tokens: bool | None = None
 
 

@@ -1,0 +1,69 @@
+"""The way of all calls that generate: body -> what is asked -> engine requests -> one answer, or events as they come.
+
+All that may be long on this way is done by `core.server.threads`: checking a large body, rendering a chat template,
+tokenizing a long text, building a large answer. What is left to the event loop is short.
+"""
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
+from functools import partial
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ..messages import TextOutput
+from ..processes.backlog import output_size
+from .context import Server
+from .generation import Choice, Generation
+from .limits import read_json
+from .stream import EventStream, json_response, unless_hung_up
+
+
+class GenerationAnswer(ABC):
+    """Turns the outputs of a generation into the response or its events. stream: the client wants events."""
+
+    def __init__(self, server: Server, generation: Generation, stream: bool | None):
+        self.server, self.generation, self.stream = server, generation, bool(stream)
+
+    @abstractmethod
+    def whole(self, choices: list[Choice]) -> Any:
+        """The buffered response, as JSON values."""
+
+    @abstractmethod
+    def chunk(self, index: int, output: TextOutput) -> bytes:
+        """The events that an output of choice `index` gives, which may be none: b""."""
+
+    def last(self) -> bytes:
+        """The events that follow when all choices have ended."""
+        return b""
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """The stream without its [DONE]."""
+        async with aclosing(self.generation.outputs()) as outputs:
+            async for index, output in outputs:
+                if output.prompt_logprobs is None:
+                    data = self.chunk(index, output)
+                else:
+                    data = await self.server.threads.run(partial(self.chunk, index, output), output_size(output))
+                if data:
+                    yield data
+        data = self.last()
+        if data:
+            yield data
+
+
+async def respond(server: Server, request: Request, start: Callable[[Server, bytes], GenerationAnswer],
+                  in_thread: bool = False) -> Response:
+    """Answer a request that generates. `start` checks the body and prepares the engine requests; nothing runs yet.
+    `in_thread`: it may take long for a small body too."""
+    server.require_ready()
+    body = await read_json(request, server.max_body)
+    answer = await server.threads.run(lambda: start(server, body), len(body), in_thread)
+    request.state.generation = answer.generation
+    if answer.stream:
+        return EventStream(answer.events(), server.config.server.sse_ping)
+    choices = await unless_hung_up(request, answer.generation.collect())
+    return await server.threads.run(lambda: json_response(answer.whole(choices)), sum(c.size for c in choices))
