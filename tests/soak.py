@@ -10,12 +10,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import random
 import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -24,28 +24,23 @@ import psutil
 
 
 def start_server(flags: list[str]) -> tuple[subprocess.Popen, str]:
-    """`isthmus serve` on a free port: the process and its URL, once it is ready."""
+    """`isthmus serve` on a free port: the process and its URL, once it is ready. What it says goes to a file: a pipe
+    that nobody reads would stop it when full."""
     command = [sys.executable, "-m", "isthmus.core.cli.main", "serve", "--port=0", *flags]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    url = None
-    for line in process.stdout:
-        sys.stderr.write(line)
-        if found := re.search(r"http://127\.0\.0\.1:\d+", line):
-            url = found[0]
-            break
-    if url is None:
-        raise RuntimeError(f"the server ended with {process.wait()}")
-    os.set_blocking(process.stdout.fileno(), False)
+    said = tempfile.NamedTemporaryFile("r", prefix="isthmus-soak-", suffix=".log")
+    process = subprocess.Popen(command, stdout=open(said.name, "w"), stderr=subprocess.STDOUT)
     deadline = time.monotonic() + 120
-    while time.monotonic() < deadline:
+    while time.monotonic() < deadline and process.poll() is None:
+        found = re.search(r"http://127\.0\.0\.1:\d+", Path(said.name).read_text())
         try:
-            if httpx.get(url + "/ready").status_code == 200:
-                return process, url
+            if found and httpx.get(found[0] + "/ready").status_code == 200:
+                process.said = said  # lives as long as the process object
+                return process, found[0]
         except httpx.HTTPError:
             pass
         time.sleep(0.1)
     process.kill()
-    raise RuntimeError("the server was not ready in 120 s")
+    raise RuntimeError(f"the server was not ready in 120 s: {Path(said.name).read_text()[-2000:]}")
 
 
 def resident(process: subprocess.Popen) -> int:

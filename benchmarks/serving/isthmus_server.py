@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from typing import Any
 
@@ -24,14 +25,16 @@ class IsthmusServer:
                    f"--port={self.port}", *flags]
         self.command = " ".join(["isthmus", *command[3:]])
         began = time.perf_counter()
-        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        self._said = tempfile.TemporaryFile("w+")  # not a pipe: one that nobody reads stops the server when full
+        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=self._said)
         self._wait(began)
         self.ready_s = time.perf_counter() - began
 
     def _wait(self, began: float) -> None:
         while time.perf_counter() - began < 120:
             if self._process.poll() is not None:
-                raise RuntimeError(f"{self.command} ended: {self._process.stderr.read()}")
+                self._said.seek(0)
+                raise RuntimeError(f"{self.command} ended: {self._said.read()}")
             try:
                 if self._get("/ready")[0] == 200:
                     return
