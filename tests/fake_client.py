@@ -66,7 +66,7 @@ class ChatMarks:
 class FakeClient(EngineClient):
     """Answers every request with `text` (or `texts[prompt]`), one token an output, every `delay` seconds.
 
-    burst: send all at once instead of each output after the one before was read.
+    burst: send faster than anybody reads instead of each output after the one before was read.
     hold: stop sending after that many tokens. refuse: a `RequestError` for every request. die_after: the engine dies
     after that many tokens. submits, watches, aborts: what came in.
     """
@@ -134,6 +134,8 @@ class FakeClient(EngineClient):
         for i, (token, end, finish, reason) in enumerate(plan):
             if not self.burst:
                 await self._until_read(submit.id)
+            elif i % 16 == 0:
+                await asyncio.sleep(0)
             if self.die_after == i:
                 self.fail()
                 return

@@ -136,6 +136,8 @@ async def until(work: asyncio.Future[Any], event: asyncio.Event) -> bool:
 def _http_server(gate: Gate, config: Config) -> Any:
     import uvicorn
 
+    from ..server.connection import Connection
+
     class Server(uvicorn.Server):
         """Signals are ours: they drain first."""
 
@@ -144,8 +146,9 @@ def _http_server(gate: Gate, config: Config) -> Any:
             yield
 
     return Server(uvicorn.Config(
-        gate, lifespan="off", log_config=None, access_log=False, server_header=False, timeout_graceful_shutdown=2,
-        log_level="error" if config.server.log_level == "error" else "warning", timeout_keep_alive=75))
+        gate, http=Connection, lifespan="off", log_config=None, access_log=False, server_header=False,
+        log_level="error" if config.server.log_level == "error" else "warning", timeout_keep_alive=75,
+        timeout_graceful_shutdown=2))
 
 
 async def _serve(config: Config, listener: socket.socket) -> int:
@@ -183,6 +186,7 @@ async def _serve(config: Config, listener: socket.socket) -> int:
             print(banner(client.info, config, url, time.monotonic() - began, text, platform_warning(client.info)),
                   file=sys.stderr, flush=True)
             code = await until_end(client, config.server.drain_timeout, signals)
+            await client.close()  # who still waits for the engine is answered now
             http.should_exit = True
             http.force_exit = signals.second.is_set()
             await serving

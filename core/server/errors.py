@@ -18,9 +18,10 @@ from ..errors import EngineDead, RequestError
 log = logging.getLogger(__name__)
 
 STATUS_CODES = {400: "invalid_request", 401: "invalid_api_key", 404: "not_found", 405: "method_not_allowed",
-                413: "request_too_large", 415: "unsupported_media_type", 429: "overloaded", 431: "headers_too_large",
-                503: "unavailable"}
+                408: "request_timeout", 413: "request_too_large", 415: "unsupported_media_type", 429: "overloaded",
+                431: "headers_too_large", 503: "unavailable"}
 ABORTED = "aborted"
+ENGINE_DEAD = "engine_dead"
 SHOWN = 100  # characters of a client's value in a message
 SHORT = reprlib.Repr()
 SHORT.maxlevel, SHORT.maxstring, SHORT.maxother = 3, SHOWN, SHOWN
@@ -81,7 +82,7 @@ def as_request_error(error: Exception) -> RequestError:
     if isinstance(error, pydantic.ValidationError):
         return validation_error(error)
     if isinstance(error, EngineDead):
-        return RequestError(f"the engine is gone: {error}", status=503, code="engine_dead", kind="server_error")
+        return RequestError(f"the engine is gone: {error}", status=503, code=ENGINE_DEAD, kind="server_error")
     if isinstance(error, HTTPException):
         return RequestError(error.detail, status=error.status_code)
     log.error("request failed", exc_info=error)
@@ -102,7 +103,7 @@ def encode_error(error: RequestError) -> bytes:
 def error_headers(error: RequestError) -> dict[str, str]:
     """Headers that tell clients whether and when to try again, and how to log in."""
     headers = {}
-    if error.status in (429, 503):
+    if error.status in (429, 503) and error.code != ENGINE_DEAD:  # which never comes back
         headers["Retry-After"] = str(max(1, round(error.retry_after or 1)))
     if error.code == ABORTED or error.status == 504:  # it would only take as long again
         headers["x-should-retry"] = "false"

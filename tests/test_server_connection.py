@@ -1,0 +1,223 @@
+"""What a connection may do before there is a request: over real sockets, with `core.server.connection`."""
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+
+import httpx
+import pytest
+import uvicorn
+from isthmus.core.server import connection
+from isthmus.core.server.connection import MAX_HEAD, Connection, most_connections
+
+from .fake_client import make_app
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+BODY = json.dumps({"prompt": "x", "max_tokens": 2}).encode()
+WHOLE = HEAD + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY
+HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+@pytest.fixture(scope="module")
+def live():
+    made = make_app()
+    sock = socket.socket()
+    sock.bind(("127.0.0.1", 0))
+    made.server = uvicorn.Server(uvicorn.Config(made.app, http=Connection, log_level="error"))
+    thread = threading.Thread(target=made.server.run, kwargs={"sockets": [sock]}, daemon=True)
+    thread.start()
+    while not made.server.started:
+        time.sleep(0.01)
+    made.address = sock.getsockname()
+    yield made
+    made.server.should_exit = True
+    thread.join(10)
+    sock.close()
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    monkeypatch.setattr(connection, "PATIENCE_S", 0.3)
+
+
+def connect(live) -> socket.socket:
+    client = socket.create_connection(live.address)
+    client.settimeout(5)
+    return client
+
+
+def talk(live, *pieces: bytes, pause: float = 0.0) -> tuple[bytes, float]:
+    """What comes back until the server closes, and after how many seconds."""
+    began = time.monotonic()
+    with connect(live) as client:
+        answer = b""
+        try:
+            for piece in pieces:
+                client.sendall(piece)
+                time.sleep(pause)
+            while data := client.recv(65536):
+                answer += data
+        except ConnectionError:
+            pass
+        return answer, time.monotonic() - began
+
+
+def error_of(answer: bytes, status: int) -> dict:
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 %d " % status) and b"connection: close" in head
+    assert b"content-length: %d\r\n" % len(body) in head + b"\r\n"
+    return json.loads(body)["error"]
+
+
+def one_answer(client: socket.socket) -> bytes:
+    """One answer of a connection that stays open."""
+    data = b""
+    while b"\r\n\r\n" not in data:
+        data += client.recv(65536)
+    head, _, body = data.partition(b"\r\n\r\n")
+    length = int(head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0])
+    while len(body) < length:
+        body += client.recv(65536)
+    return head + b"\r\n\r\n" + body
+
+
+# ---- size
+
+@pytest.mark.parametrize("start", [HEAD, b"GET /", b"", HEAD + b"X: "], ids=["fields", "path", "nothing", "value"])
+def test_an_endless_head_is_cut_while_it_is_read(live, start):
+    line = b"a" * 1000 if start and not start.endswith(b"\n") else b"x: " + b"a" * 995 + b"\r\n"
+    with connect(live) as client:
+        sent = 0
+        try:
+            client.sendall(start)
+            for _ in range(200 * MAX_HEAD // len(line)):
+                client.sendall(line)
+                sent += len(line)
+        except ConnectionError:
+            pass
+    assert sent < 150 * MAX_HEAD, "the kernel's buffers hold a few MB"
+
+
+def test_an_endless_head_is_answered(live):
+    answer, _ = talk(live, HEAD + b"x: " + b"a" * (MAX_HEAD - 1000), b"a" * 2000)
+    assert error_of(answer, 431)["code"] == "headers_too_large"
+
+
+def test_endless_trailers_are_cut(live):
+    answer, _ = talk(live, HEAD + b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%b\r\n" % (len(BODY), BODY), b"0\r\n",
+                     *[b"x: " + b"a" * 1000 + b"\r\n"] * 66, pause=0.001)
+    assert error_of(answer, 431)
+
+
+def test_heads_and_bodies_of_allowed_size_pass(live):
+    big = json.dumps({"prompt": "x", "max_tokens": 2, "user": "u" * 300_000}).encode()
+    with connect(live) as client:
+        for piece in (HEAD + b"X-Big: " + b"a" * 30_000, b"a" * 30_000,
+                      b"\r\nContent-Length: %d\r\n\r\n" % len(big), big):
+            client.sendall(piece)
+            time.sleep(0.02)
+        assert one_answer(client).startswith(b"HTTP/1.1 200")
+        for _ in range(3):  # the count begins anew with each request
+            client.sendall(HEAD + b"X-Big: " + b"a" * 40_000)
+            time.sleep(0.02)
+            client.sendall(b"\r\nContent-Length: %d\r\n\r\n" % len(BODY) + BODY)
+            assert one_answer(client).startswith(b"HTTP/1.1 200")
+
+
+def test_what_is_no_http_is_answered_in_our_form(live):
+    answer, _ = talk(live, b"\x16\x03\x01 hello\r\n\r\n")
+    assert error_of(answer, 400)["code"] == "invalid_request"
+
+
+# ---- time
+
+@pytest.mark.parametrize("pieces", [[HEAD], [b"G"], [HEAD + b"Content-Length: 100\r\n\r\n"], [WHOLE[:-1]],
+                                    [HEAD + b"Transfer-Encoding: chunked\r\n\r\n5\r\nab"]],
+                         ids=["head", "first letter", "no body", "body", "chunk"])
+def test_half_a_request_is_not_waited_for(live, impatient, pieces):
+    answer, seconds = talk(live, *pieces)
+    assert 0.25 < seconds < 2 and error_of(answer, 408)["code"] == "request_timeout"
+    assert live.client.waiting == 0
+
+
+def test_a_silent_connection_is_closed(live, impatient):
+    answer, seconds = talk(live)
+    assert answer == b"" and 0.25 < seconds < 2
+
+
+def test_a_head_letter_by_letter_has_no_more_time(live, impatient):
+    answer, seconds = talk(live, *[HEAD[i:i + 1] for i in range(60)], pause=0.02)
+    assert seconds < 2 and (not answer or error_of(answer, 408))
+
+
+def test_a_slow_body_that_goes_on_is_waited_for(live, impatient):
+    with connect(live) as client:
+        client.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(BODY))
+        for i in range(0, len(BODY), 6):
+            time.sleep(0.1)
+            client.sendall(BODY[i:i + 6])
+        assert one_answer(client).startswith(b"HTTP/1.1 200")
+
+
+def test_a_long_answer_and_the_pause_after_it_are_not_cut(live, impatient, monkeypatch):
+    monkeypatch.setattr(live.client, "delay", 0.2)
+    with connect(live) as client:
+        body = json.dumps({"prompt": "x", "max_tokens": 4}).encode()
+        client.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        assert one_answer(client).startswith(b"HTTP/1.1 200")
+        time.sleep(0.6)
+        client.sendall(HEALTH)
+        assert one_answer(client).startswith(b"HTTP/1.1 200")
+        client.sendall(HEALTH[:10])
+        assert error_of(one_answer(client), 408)
+
+
+def test_pipelined_requests_are_all_answered(live, impatient):
+    with connect(live) as client:
+        client.sendall(HEALTH * 20)
+        data = b""
+        while data.count(b"HTTP/1.1 200") < 20:
+            data += client.recv(65536)
+
+
+# ---- number
+
+def test_more_connections_than_allowed_are_refused(live, monkeypatch):
+    monkeypatch.setattr(connection, "MAX_CONNECTIONS", 20)
+    deadline = time.monotonic() + 5
+    while live.server.server_state.connections and time.monotonic() < deadline:
+        time.sleep(0.01)
+    clients = [connect(live) for _ in range(20)]
+    try:
+        for client in clients:
+            client.sendall(HEALTH)
+            assert one_answer(client).startswith(b"HTTP/1.1 200")
+        answer, _ = talk(live)
+        assert "20 connections are open" in error_of(answer, 503)["message"]
+    finally:
+        for client in clients:
+            client.close()
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline:
+        try:
+            assert httpx.get("http://{}:{}/health".format(*live.address)).status_code == 200
+            break
+        except (httpx.HTTPError, AssertionError):
+            time.sleep(0.05)
+    else:
+        pytest.fail("the places of closed connections are not free again")
+
+
+def test_the_bound_leaves_files_to_the_rest(monkeypatch):
+    resource = pytest.importorskip("resource")
+    for files, most in ((1024, 924), (10**6, 4096), (resource.RLIM_INFINITY, 4096), (50, 1)):
+        monkeypatch.setattr(resource, "getrlimit", lambda _, files=files: (files, files))
+        assert most_connections() == most
+
+
+def test_the_server_of_the_command_line_uses_it():
+    from isthmus.core.cli.serve import Gate, _http_server
+    from isthmus.core.config import Config
+    assert _http_server(Gate(lambda: ""), Config()).config.http is Connection
