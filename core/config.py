@@ -1,7 +1,7 @@
 """Every setting there is, in typed groups. One flag, environment variable and YAML key is derived from each field.
 
 A field's metadata: `help` (one sentence), `choices` (a tuple, or the function that lists what is registered), `unit`
-("bytes" = a size such as 4GiB), `least`, `most`.
+("bytes" = a size such as 4GiB), `least`, `most`, `needs` (what a text that is set must hold).
 Resolution and who set what is the business of `core.cli.settings`; `None` or "auto" means that the engine decides at
 start and reports it.
 """
@@ -16,7 +16,7 @@ SIZE_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12
 
 
 def setting(default: Any, help: str, **more: Any) -> Any:
-    """A dataclass field with its help text and optional `choices`, `unit`, `least`, `most`."""
+    """A dataclass field with its help text and optional `choices`, `unit`, `least`, `most`, `needs`."""
     return field(default=default, metadata={"help": help, **more})
 
 
@@ -92,10 +92,12 @@ class PlatformSettings:
 class ServerSettings:
     """HTTP."""
 
-    host: str = setting("127.0.0.1", "address to listen on")
+    host: str = setting("127.0.0.1", "address to listen on", needs="address")
     port: int = setting(8000, "port to listen on; 0 takes a free one", least=0, most=65535)
-    api_key: str | None = setting(None, "key that clients must send; better set as ISTHMUS_API_KEY than typed")
-    max_body: str = setting("16MiB", "largest request body; a larger one is answered 413", unit="bytes")
+    api_key: str | None = setting(None, "key that clients must send; better set as ISTHMUS_API_KEY than typed",
+                                  needs="key")
+    max_body: str = setting("16MiB", "largest request body; a larger one is answered 413", unit="bytes",
+                            least=1024)
     max_n: int = setting(128, "largest n, and most prompts in one completion request", least=1)
     in_process: bool = setting(False, "run everything in one process, for small machines")
     drain_timeout: float = setting(30.0, "how long running requests may finish after SIGTERM; /ready is 503 meanwhile, "

@@ -120,7 +120,7 @@ def test_no_cors_unless_configured(http):
 
 def test_unknown_paths_and_methods(http):
     assert error_of(http.get("/v1/nothing"), 404)["code"] == "not_found"
-    assert error_of(http.post(CHAT + "/", json=BODY), 404)
+    assert error_of(http.post(CHAT + "/", json=BODY), 404) and error_of(http.get("/v1/models/"), 404)
     response = http.get(CHAT)
     assert error_of(response, 405)["code"] == "method_not_allowed" and "POST" in response.headers["allow"]
     error_of(http.delete("/v1/models/tiny"), 405)

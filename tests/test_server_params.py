@@ -15,6 +15,7 @@ BAD = [("temperature", -0.1), ("temperature", 1e6), ("temperature", "hot"), ("te
        ("max_tokens", "many"), ("max_tokens", 0), ("max_tokens", 1.5), ("stop", 5), ("stop", ["a", 3]), ("stop", [""]),
        ("stop", [f"s{i}" for i in range(10000)]), ("stop", ["x" * 10**6]), ("stop", {"a": 1}), ("seed", "x"),
        ("seed", 2**80), ("seed", 2**63), ("seed", 1.5), ("stream", "maybe"), ("stream", 1), ("repetition_penalty", 0),
+       ("repetition_penalty", 1e-40), ("repetition_penalty", 0.009),
        ("repetition_penalty", -1), ("top_k", -7), ("top_k", 1.5), ("min_p", 2), ("min_p", -0.1), ("min_tokens", -1),
        ("min_tokens", 10**9), ("stop_token_ids", [-1]), ("stop_token_ids", [VOCAB + 1]), ("stop_token_ids", [2**40]),
        ("stop_token_ids", 5), ("stop_token_ids", [True]), ("stop_token_ids", list(range(1025))), ("ignore_eos", "yes"),
@@ -26,7 +27,8 @@ FINE = [("temperature", 2), ("temperature", 0), ("temperature", 1e-9), ("top_p",
         ("presence_penalty", 2), ("frequency_penalty", -2), ("max_tokens", 1), ("seed", -1), ("seed", 2**62),
         ("seed", -2**63), ("user", "u" * 10**6), ("top_k", -1), ("top_k", 0), ("top_k", 2**40), ("min_p", 1),
         ("stop", None), ("stop", []), ("stop", "x"), ("logit_bias", {}), ("logit_bias", {"5": -100}),
-        ("repetition_penalty", 1.3), ("skip_special_tokens", False), ("priority", -3), ("n", None)]
+        ("repetition_penalty", 1.3), ("repetition_penalty", 0.01),
+        ("skip_special_tokens", False), ("priority", -3), ("n", None)]
 IGNORED = {"user": "u", "store": True, "metadata": {"a": "b"}, "service_tier": "auto", "prompt_cache_key": "k",
            "prompt_cache_retention": "24h", "prompt_cache_options": {"mode": "auto"}, "safety_identifier": "s",
            "reasoning_effort": "low", "verbosity": "low", "parallel_tool_calls": True, "tool_choice": "auto",

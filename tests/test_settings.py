@@ -114,6 +114,12 @@ def test_a_wrong_file_is_refused_with_the_word_at_fault(tmp_path, text, words):
     ("waiting_timeout", "-1", "at least 0"),
     ("waiting_timeout", "nan", "'nan' is not a number"),
     ("strict", "maybe", "'maybe' is not true or false"),
+    ("max_body", "0", "--max-body: 0 is out of range, it must be at least 1024"),
+    ("max_body", "1023B", "at least 1024"),
+    ("host", "", "--host is set, but holds no address"),
+    ("host", "  ", "holds no address"),
+    ("api_key", "", "--api-key is set, but holds no key"),
+    ("api_key", " ,, ", "--api-key is set, but holds no key"),
 ])
 def test_a_wrong_value_names_the_flag_and_what_is_allowed(name, value, words):
     with pytest.raises(ConfigError) as caught:
@@ -126,6 +132,18 @@ def test_a_wrong_variable_is_named():
         resolve({}, {"ISTHMUS_PORT": "x"})
     with pytest.raises(ConfigError, match="ISTHMUS_CONFIG=/nowhere.yaml: there is no such file"):
         resolve({}, {"ISTHMUS_CONFIG": "/nowhere.yaml"})
+
+
+def test_a_key_that_is_none_is_refused_wherever_it_is_set(tmp_path):
+    """It would mean a server without a lock for somebody who asked for one."""
+    with pytest.raises(ConfigError, match="ISTHMUS_API_KEY is set, but holds no key"):
+        resolve({}, {"ISTHMUS_API_KEY": " ,, "})
+    for value in ('""', "' , '"):
+        with pytest.raises(ConfigError, match="api_key is set, but holds no key"):
+            resolve({}, {}, write(tmp_path / "c.yaml", f"api_key: {value}"))
+    for key in ("k", " k", ",k,"):
+        assert resolve({}, {"ISTHMUS_API_KEY": key}).config.server.api_key == key
+    assert resolve({}, {}, write(tmp_path / "c.yaml", "api_key: null\nmax_body: 1KiB")).config.server.api_key is None
 
 
 def test_an_empty_variable_is_an_unset_one(tmp_path):

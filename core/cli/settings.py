@@ -40,7 +40,7 @@ class Setting:
         return PREFIX + self.name.upper()
 
     def meta(self, key: str) -> Any:
-        """`help`, `unit`, `least` or `most` of the field; None when it has none."""
+        """`help`, `unit`, `least`, `most` or `needs` of the field; None when it has none."""
         return self.field.metadata.get(key)
 
     @property
@@ -81,18 +81,19 @@ def suggest(word: str, known: Iterable[str], likeness: float = 0.6) -> str:
 
 def check(setting: Setting, value: Any, label: str) -> Any:
     """The value in the setting's own type. `label` says where it was given; `ConfigError` names it and the way out."""
+    if (needs := setting.meta("needs")) and isinstance(value, str) and not value.strip(", \t\r\n"):
+        raise ConfigError(f"{label} is set, but holds no {needs}; give one or leave the setting out")
     if setting.optional and value in (None, ""):
         return None
     try:
         value = _convert(setting.type, value)
-        if setting.meta("unit") == "bytes":
-            size_bytes(value)
+        amount = size_bytes(value) if setting.meta("unit") == "bytes" else value
     except ValueError as error:
         raise ConfigError(f"{label}: {error}") from None
     choices, least, most = setting.choices, setting.meta("least"), setting.meta("most")
     if choices and value not in choices:
         raise ConfigError(f"{label}: {value!r} is not one of {', '.join(choices)}{suggest(value, choices)}")
-    if (least is not None and value < least) or (most is not None and value > most):
+    if (least is not None and amount < least) or (most is not None and amount > most):
         limits = f"at least {least}" if most is None else f"between {least} and {most}"
         raise ConfigError(f"{label}: {value} is out of range, it must be {limits}")
     return value

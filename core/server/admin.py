@@ -34,7 +34,10 @@ async def models(server: Server, request: Request) -> Response:
 
 
 async def model(server: Server, request: Request) -> Response:
-    server.require_model(request.path_params["id"])
+    name = request.path_params["id"]
+    if not name:
+        raise RequestError("a model needs a name; GET /v1/models lists what there is", status=404)
+    server.require_model(name)
     return json_response(model_card(server))
 
 
