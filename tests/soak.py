@@ -1,6 +1,9 @@
 """Many streaming clients against a real server, a third of which hang up at random; then the drain is checked.
 
-    python tests/soak.py --clients 200 --seconds 180 [--json out.json] [-- flags of isthmus serve]
+    python tests/soak.py --clients 200 --seconds 180 -- --platform=cpu --kv-cache-memory=400MiB
+
+What follows -- goes to `isthmus serve`. K and V must be small enough to fill within half the time: pages take memory when
+they are first used, and after half the time nothing may grow.
 
 Bounded in time and in requests, and only against a server it starts itself on this machine. Exits 1 on any error that
 is not the clients' own doing, on a page that does not come back, or on memory that grows.
@@ -143,7 +146,6 @@ def soak(clients: int, seconds: float, flags: list[str]) -> dict:
         if stats["ownership_violations"]:
             problems.append(f"{stats['ownership_violations']} ownership violations")
         middle, last = memory[len(memory) // 2], memory[-1]
-        # K and V fill up lazily, so pages touched for the first time count; beyond those, nothing may grow.
         if last > middle * 1.05 + 64 * 2**20:
             problems.append(f"memory grew from {middle / 2**20:.0f} MiB at half time to {last / 2**20:.0f} MiB")
         if not counts["done"] or not counts["quit"]:

@@ -9,5 +9,5 @@ from .soak import soak
 @pytest.mark.slow
 def test_clients_that_hang_up_leave_nothing_behind():
     pytest.importorskip("torch")
-    result = soak(clients=60, seconds=25, flags=["--platform=cpu"])
+    result = soak(clients=60, seconds=25, flags=["--platform=cpu", "--kv-cache-memory=100MiB"])
     assert not result["problems"], result["problems"]
