@@ -10,8 +10,8 @@ import time
 
 import pytest
 from isthmus.core.server.limits import MAX_TOKENIZE
-from isthmus.core.server.native import BYTES_PER_S, FREE_BYTES, JsonList
-from isthmus.core.server.stream import encode_json
+from isthmus.core.server.native import BYTES_PER_S, FREE_BYTES
+from isthmus.core.server.stream import JsonList, encode_json
 
 from .fake_client import drive, make_app
 

@@ -15,8 +15,11 @@ MERGE_BYTES = 1024  # ids read as one output: 256 tokens, or 12 with 20 alternat
 
 def output_size(output: TextOutput) -> int:
     """Bytes of ids in an output, alternatives included: a measure of the work that it makes."""
-    scored = [scores for scores in (output.logprobs, output.prompt_logprobs) if scores is not None]
-    return len(output.tokens) + sum(len(scores.chosen) + len(scores.top_ids) for scores in scored)
+    size = len(output.tokens)
+    for scores in (output.logprobs, output.prompt_logprobs):
+        if scores is not None:
+            size += len(scores.chosen) + len(scores.top_ids)
+    return size
 
 
 def joined(outputs: Sequence[TextOutput]) -> TextOutput:

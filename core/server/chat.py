@@ -15,7 +15,7 @@ from .conversation import generation_prompt, parse_messages, template_kwargs
 from .generation import Choice, Generation, Prompt, check_ended, new_id, wants_usage
 from .logprobs import chat_logprobs
 from .protocol import ChatRequest, read
-from .stream import event
+from .stream import JsonList, event
 from .validate import check_choices, check_size, invalid, output_limit, sampling_params
 from .wire import Answer, ChatChoice, ChatLogprobs, ChunkChoice, Delta, Message
 
@@ -75,8 +75,10 @@ class ChatAnswer(GenerationAnswer):
         check_ended(choice.finish)
         logprobs = None
         if self.asked.logprobs:
-            logprobs = ChatLogprobs([token for tokens, values in choice.scored
-                                     for token in chat_logprobs(self.server.text, tokens, values).content])
+            content = JsonList()  # a large answer would be a million objects at once
+            for tokens, values in choice.scored:
+                content.extend(chat_logprobs(self.server.text, tokens, values))
+            logprobs = ChatLogprobs(content.value())
         ids = unpack_ids(b"".join(choice.tokens)).tolist() if self.asked.return_token_ids else UNSET
         matched = choice.matched()
         return ChatChoice(index, Message("".join(choice.text)), logprobs, choice.finish,
@@ -107,7 +109,7 @@ class ChatAnswer(GenerationAnswer):
         """The chunk with an output's text; nothing for an output that only holds a part of a character."""
         logprobs = ids = UNSET
         if self.asked.logprobs and output.logprobs is not None and output.tokens:
-            logprobs = chat_logprobs(self.server.text, output.tokens, output.logprobs)
+            logprobs = ChatLogprobs(chat_logprobs(self.server.text, output.tokens, output.logprobs))
         if self.asked.return_token_ids and output.tokens:
             ids = unpack_ids(output.tokens).tolist()
         if not output.text and logprobs is UNSET and ids is UNSET:

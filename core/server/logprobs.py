@@ -12,7 +12,7 @@ import numpy as np
 
 from ..messages import Logprobs, unpack_ids
 from .text_service import TextService
-from .wire import ChatLogprobs, LegacyLogprobs, TokenLogprob, TopLogprob
+from .wire import LegacyLogprobs, TokenLogprob, TopLogprob
 
 FLOOR = -1e9  # JSON has no -inf
 
@@ -38,7 +38,7 @@ def standalone(data: bytes) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
-def chat_logprobs(text: TextService, tokens: bytes, logprobs: Logprobs) -> ChatLogprobs:
+def chat_logprobs(text: TextService, tokens: bytes, logprobs: Logprobs) -> list[TokenLogprob]:
     """The chat shape for consecutive tokens; parts of characters show as U+FFFD in `token`, `bytes` has the truth."""
     content = []
     for id, (value, ids, top) in zip(unpack_ids(tokens).tolist(), rows(logprobs), strict=False):
@@ -46,7 +46,7 @@ def chat_logprobs(text: TextService, tokens: bytes, logprobs: Logprobs) -> ChatL
         best = [(text.token_bytes(other), other_value) for other, other_value in zip(ids, top, strict=True)]
         content.append(TokenLogprob(data.decode("utf-8", "replace"), value, list(data), [
             TopLogprob(b.decode("utf-8", "replace"), v, list(b)) for b, v in best]))
-    return ChatLogprobs(content)
+    return content
 
 
 class LegacyShape:

@@ -4,7 +4,6 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from msgspec import Raw
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -18,7 +17,7 @@ from .generation import Choice, Generation, Prompt, new_id
 from .limits import MAX_TOKENIZE, parse_object, read_json
 from .logprobs import native_logprobs, native_top
 from .protocol import DetokenizeRequest, GenerateRequest, SamplingFields, TokenizeRequest, read
-from .stream import encode_json, event, json_response
+from .stream import JsonList, event, json_response
 from .text_service import TextService
 from .validate import check_choices, check_ids, check_size, invalid, output_limit, sampling_params, split_prompts
 
@@ -67,23 +66,6 @@ def read_prompt(server: Server, asked: GenerateRequest, fields: SamplingFields, 
     top = asked.top_logprobs_num or 0 if asked.return_logprob else None
     from_prompt = asked.logprob_start_len is not None and asked.logprob_start_len >= 0
     return Prompt(ids, sampling_params(fields, bounds, limit, top, top if from_prompt else None))
-
-
-class JsonList:
-    """A JSON array that grows, each entry encoded once."""
-
-    def __init__(self) -> None:
-        self._data = bytearray(b"[")
-
-    def extend(self, values: list[Any]) -> None:
-        """Add entries at the end."""
-        if values:
-            self._data += b"," if len(self._data) > 1 else b""
-            self._data += encode_json(values)[1:-1]
-
-    def value(self) -> Raw:
-        """All of it, for the encoder."""
-        return Raw(b"%b]" % self._data)
 
 
 class NativeChoice:

@@ -24,6 +24,23 @@ HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-cont
 encode_json = msgspec.json.Encoder().encode
 
 
+class JsonList:
+    """A JSON array that grows, each entry encoded once."""
+
+    def __init__(self) -> None:
+        self._data = bytearray(b"[")
+
+    def extend(self, values: list[Any]) -> None:
+        """Add entries at the end."""
+        if values:
+            self._data += b"," if len(self._data) > 1 else b""
+            self._data += encode_json(values)[1:-1]
+
+    def value(self) -> msgspec.Raw:
+        """All of it, for the encoder."""
+        return msgspec.Raw(b"%b]" % self._data)
+
+
 def event(value: Any) -> bytes:
     """One `data:` event with a JSON value."""
     return b"data: " + encode_json(value) + b"\n\n"

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from msgspec import UNSET, Struct, UnsetType
+from msgspec import UNSET, Raw, Struct, UnsetType
 
 
 class PromptDetails(Struct):
@@ -49,7 +49,7 @@ class TokenLogprob(Struct):
 class ChatLogprobs(Struct):
     """`choices[].logprobs` of chat."""
 
-    content: list[TokenLogprob]
+    content: list[TokenLogprob] | Raw
     refusal: None = None
 
 
