@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from types import SimpleNamespace
 
@@ -186,6 +187,20 @@ def test_a_second_signal_ends_it_at_once(tiny, tmp_path):
         assert time.monotonic() - began < 5, "it must not wait for the request"
         assert b'"finish_reason":"length"' not in stream.read()
         assert not any(child.is_running() for child in server.children)
+
+
+def test_whoever_waits_for_a_stopped_worker_is_answered_at_the_end(tiny, tmp_path):
+    with Serving(tiny, temporary=tmp_path) as server:
+        next(c for c in server.children if "scheduler" in " ".join(c.cmdline())).suspend()
+        answers = []
+        waiting = threading.Thread(target=lambda: answers.append(server.ask("GET", "/server_info")))
+        waiting.start()
+        time.sleep(0.3)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(10) == 0
+        waiting.join(5)
+        assert answers[0].status == 200 and json.loads(answers[0].read())["stats"] == {}
+        assert not any("Traceback" in line for line in server.rest())
 
 
 SOON = "import isthmus.core.cli.serve as serve; serve.DEAD_S = 1.5\n"
