@@ -155,7 +155,7 @@ def test_leaving_early_aborts_in_the_engine(form):
             return (await client.command("stats"))["running"]
 
         async with aclosing(client.generate(*request("a", b"x", max_tokens=10**6))) as outputs:
-            assert (await anext(outputs)).text == "x"
+            assert set((await anext(outputs)).text) == {"x"}
         tasks = [asyncio.ensure_future(collect(client, f"t{i}", b"x", max_tokens=10**6)) for i in range(10)]
         unstarted = asyncio.ensure_future(collect(client, "u", b"x", max_tokens=10**6))
 
@@ -179,7 +179,7 @@ def test_an_id_can_be_used_again_at_once_after_leaving(form):
     async def body(client):
         for i in range(20):
             async with aclosing(client.generate(*request("same", b"x", max_tokens=10**6))) as outputs:
-                assert (await anext(outputs)).text == "x"
+                assert set((await anext(outputs)).text) == {"x"}
             assert text(await collect(client, "same", f"again {i} ".encode(), max_tokens=8)) == f"again {i} "[:8]
     with_client(form, body)
 
