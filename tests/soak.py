@@ -2,8 +2,8 @@
 
     python tests/soak.py --clients 200 --seconds 180 -- --platform=cpu --kv-cache-memory=400MiB
 
-What follows -- goes to `isthmus serve`. K and V must be small enough to fill within half the time: pages take memory when
-they are first used, and after half the time nothing may grow.
+What follows -- goes to `isthmus serve`. K and V must be small enough to fill within half the time: pages take memory
+when they are first used, and after half the time nothing may grow.
 
 Bounded in time and in requests, and only against a server it starts itself on this machine. Exits 1 on any error that
 is not the clients' own doing, on a page that does not come back, or on memory that grows.
