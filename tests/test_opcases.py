@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -72,7 +73,7 @@ def broken_copy(folder: Path, file: str, text: str, broken: str) -> Any:
     package.mkdir()
     for source in (discovery.platform_root() / "reference").glob("*.py"):
         code = source.read_text("utf-8").replace("from ...core", "from isthmus.core")
-        code = code.replace("from ..expand", "from isthmus.platforms.expand")
+        code = re.sub(r"from \.\.(\w)", r"from isthmus.platforms.\1", code)
         if source.name == file:
             assert code.count(text) == 1, f"{file} has {text!r} {code.count(text)} times"
             code = code.replace(text, broken)
