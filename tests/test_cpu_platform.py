@@ -1,6 +1,8 @@
 """What the cpu platform promises beyond its ops: order of steps, kept formats, large batches, memory, options."""
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from typing import Any
 
@@ -194,3 +196,22 @@ def test_a_fully_banned_row_gives_its_lowest_id_not_an_error():
         values = Sampling(np.ones(2, np.float32), np.full(2, 0.9, np.float32), top_k)
         with torch.inference_mode():
             assert sample(logits, np.full(2, -1, np.int32), values, np.zeros(2, np.int32)).tokens.tolist() == [0, 0]
+
+
+def test_one_thread_has_the_only_openmp_team():
+    """A second team would leave more OpenMP threads than cores, which then sleep between parallel regions."""
+    code = """
+import numpy as np, psutil, torch
+from isthmus.core.platform import LayerState, RawTensor, StateSpec, WeightSpec
+from isthmus.platforms.cpu.platform import Platform
+platform = Platform({"threads": "2"})
+platform.probe()
+before = psutil.Process().num_threads()
+data = np.ones((4096, 1024), np.float32)
+leaf = platform.load([RawTensor("f32", data.shape, data.view(np.uint8))], WeightSpec(("w",), "linear"), "f32")
+state = platform.alloc(StateSpec((LayerState(8, 64),), "f32", 16, 4), 2048)
+platform.copy_pages(state, [1], [2])
+print(psutil.Process().num_threads() - before, torch.get_num_threads())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == ["2", "2"], done.stdout + done.stderr  # the worker and its one helper

@@ -22,6 +22,11 @@ class State:
     layers: tuple[LayerCache, ...]
     last: torch.Tensor
 
+    @classmethod
+    def allocate(cls, spec: StateSpec, pages: int, dtype: torch.dtype) -> State:
+        caches = tuple(LayerCache.allocate(pages, spec.page_size, layer, dtype) for layer in spec.layers)
+        return cls(spec, caches, torch.zeros(spec.seqs, dtype=torch.int64))
+
     def copy_pages(self, src: Sequence[int], dst: Sequence[int]) -> None:
         for cache in self.layers:
             cache.pages[list(dst)] = cache.pages[list(src)]

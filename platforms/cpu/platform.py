@@ -33,7 +33,6 @@ try:
 except ImportError as error:
     raise Unavailable(f"torch cannot be imported ({error}): pip install 'isthmus[cpu]'") from error
 
-from .attention import LayerCache
 from .graph import EagerStep
 from .moe import ACTIVATIONS
 from .ops import Ops, State
@@ -43,7 +42,11 @@ OPS = ("embed", "linear", "rms_norm", "rope", "attention", "act_mul", "moe", "al
 
 
 class Platform:
-    """One rank, in this process. Options: `threads`, by default one for each physical core that the process may use."""
+    """One rank, in this process. Options: `threads`, by default one for each physical core that the process may use.
+
+    All of torch's work is done on one thread, loading too: each thread that starts a parallel region gets a team of
+    OpenMP threads for good, and with more of those than cores they sleep between regions, which halves the speed.
+    """
 
     interface_version = INTERFACE_VERSION
 
@@ -82,8 +85,7 @@ class Platform:
         return reason_to_expand(name, dtype) if op == "linear" and name in KEPT else None
 
     def load(self, raws: Sequence[RawTensor], spec: WeightSpec, dtype: str) -> Leaf:
-        with torch.inference_mode():
-            return load_weight(raws, spec, dtype)
+        return self._in_order(load_weight, raws, spec, dtype)
 
     def describe(self, weight: Leaf) -> str:
         return str(weight)
@@ -91,8 +93,7 @@ class Platform:
     def alloc(self, spec: StateSpec, pages: int) -> State:
         if spec.dtype not in DTYPES:
             raise Unsupported(f"K and V in {spec.dtype!r}: the cpu platform keeps {' or '.join(DTYPES)}")
-        caches = tuple(LayerCache.allocate(pages, spec.page_size, layer, DTYPES[spec.dtype]) for layer in spec.layers)
-        return State(spec, caches, torch.zeros(spec.seqs, dtype=torch.int64))
+        return self._in_order(State.allocate, spec, pages, DTYPES[spec.dtype])
 
     def compile(self, forward: Callable[[Ops, Any, Batch], Any], weights: Any, bucket: Bucket | None) -> EagerStep:
         return EagerStep(forward, weights, self._ready())
