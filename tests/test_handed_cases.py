@@ -47,7 +47,8 @@ def passed(output: str) -> int:
 
 
 def test_library_cases():
-    output = run_cases({"ENGINE_ADAPTER": "tests.case_adapter", "BASE_URL": ""}, 300, *missing_data())
+    sources = {"ENGINE_ADAPTER": "tests.case_adapter", "ENGINE_SRC": str(ROOT / "core"), "BASE_URL": ""}
+    output = run_cases(sources, 300, *missing_data())
     assert passed(output) >= 40, output[-6000:]
 
 

@@ -149,7 +149,7 @@ def read_file(path: Path) -> dict[str, Any]:
 def _load_yaml(path: Path) -> dict[Any, Any]:
     import yaml
 
-    class Loader(yaml.SafeLoader):
+    class UniqueKeySafeLoader(yaml.SafeLoader):
         """Refuses a mapping that has one key twice, where YAML's own loader takes the last."""
 
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
@@ -161,7 +161,7 @@ def _load_yaml(path: Path) -> dict[Any, Any]:
             return super().construct_mapping(node, deep)
 
     try:
-        data = yaml.load(path.read_text(encoding="utf-8"), Loader)
+        data = yaml.load(path.read_text(encoding="utf-8"), UniqueKeySafeLoader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         raise ConfigError(f"{path}, line {mark.line + 1}, column {mark.column + 1}: "
