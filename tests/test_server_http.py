@@ -19,7 +19,7 @@ BODY = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}], "promp
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 POSTS = (CHAT, COMPLETIONS, "/generate", "/tokenize", "/detokenize", "/v1/tokenize", "/v1/detokenize", "/abort_request",
          "/flush_cache")
-GETS = ("/v1/models", "/v1/models/tiny", "/ready", "/metrics", "/server_info", "/get_server_info", "/version", "/",
+GETS = ("/v1/models", "/v1/models/tiny", "/metrics", "/server_info", "/get_server_info", "/version", "/",
         "/flush_cache")
 
 
@@ -77,6 +77,7 @@ def test_right_keys(locked, headers):
 
 def test_health_needs_no_key(locked):
     assert locked.get("/health").status_code == 200 and locked.head("/health").status_code == 200
+    assert locked.get("/ready").status_code == 200
 
 
 def test_every_key_that_is_sent_must_be_right():

@@ -14,7 +14,7 @@ from .errors import error_response
 from .limits import MAX_HEADER_BYTES, MAX_HEADERS
 from .request_log import log_request
 
-OPEN_PATHS = frozenset({"/health"})  # answered without a key: load balancers and process supervisors have none
+OPEN_PATHS = frozenset({"/health", "/ready"})  # without a key: load balancers and process supervisors have none
 _REQUEST_ID = re.compile(rb"[!-~]{1,128}")
 
 
