@@ -1,0 +1,218 @@
+"""How an engine that fails, dies or falls silent shows, and what its processes do to their surroundings."""
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from isthmus.core.errors import EngineDead
+from isthmus.core.messages import Failed, TextOutput, TextOutputs, pack_ids
+from isthmus.core.processes.scheduler import SchedulerState
+from isthmus.core.processes.three import ProcessClient
+from isthmus.core.processes.wire import encode
+
+from .clients import FORMS, collect, importable_fakes, make, text, until, with_client  # noqa: F401
+from .fake_engine import CRASH, RAISE, FakeEngine
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_failing_step_reaches_everybody_and_health(form):
+    async def body(client):
+        waiting = asyncio.ensure_future(collect(client, "a", b"x", max_tokens=10**6))
+        await asyncio.sleep(0.02)
+        with pytest.raises(EngineDead, match="the step went wrong"):
+            await collect(client, "b", [120, RAISE])
+        with pytest.raises(EngineDead, match="the step went wrong"):
+            await waiting
+        ok, reason = client.health()
+        assert not ok and "the step went wrong" in reason
+        with pytest.raises(EngineDead):
+            await collect(client, "c", b"x")
+        with pytest.raises(EngineDead):
+            await client.command("stats")
+        assert client.died.is_set()
+    with_client(form, body)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_an_engine_that_cannot_load_says_why(form):
+    async def main():
+        client = make(form, "broken")
+        try:
+            with pytest.raises(EngineDead, match="need 12 GiB, 3 GiB are free"):
+                await client.start()
+            assert not client.health()[0]
+        finally:
+            await client.close()
+    asyncio.run(asyncio.wait_for(main(), 30))
+
+
+@pytest.mark.parametrize("kill", ["scheduler", "detokenizer", "by itself"])
+def test_a_dead_process_fails_health_at_once_and_ends_every_stream(kill):
+    async def body(client):
+        streams = [asyncio.ensure_future(collect(client, f"s{i}", b"x", max_tokens=10**6)) for i in range(5)]
+        await asyncio.sleep(0.05)
+        if kill == "by itself":
+            streams.append(asyncio.ensure_future(collect(client, "crash", [CRASH])))
+        else:
+            os.kill(client.pids()[kill], signal.SIGKILL)
+        began = time.monotonic()
+
+        async def ill():
+            return not client.health()[0]
+        await until(ill, 2)
+        assert time.monotonic() - began < 1
+        for stream in streams:
+            with pytest.raises(EngineDead, match="exited with code 7" if kill == "by itself" else "signal 9"):
+                await asyncio.wait_for(stream, 2)
+        assert client.died.is_set() and time.monotonic() - began < 1, "it left no last words to wait for"
+        assert ("scheduler" if kill == "by itself" else kill) in client.health()[1]
+    with_client("processes", body)
+
+
+def test_a_module_in_the_current_folder_is_not_imported_by_the_workers(tmp_path, monkeypatch):
+    (tmp_path / "msgspec.py").write_text("raise SystemExit('imported from the current folder')")
+    monkeypatch.chdir(tmp_path)
+
+    async def body(client):
+        assert client.health()[0]
+    with_client("processes", body)
+
+
+def test_closing_leaves_no_process_and_no_directory():
+    async def body(client):
+        directory = client._workers.directory
+        assert not directory.exists(), "the sockets' names are removed once everybody is connected"
+        return client.pids(), directory
+    pids, directory = with_client("processes", body)
+    assert len(pids) == 2 and not directory.exists()
+    assert not any(psutil.pid_exists(pid) for pid in pids.values())
+
+
+def test_workers_ignore_the_signals_of_a_group_and_end_with_their_parent(tmp_path):
+    script = f"""
+import asyncio, os, signal, sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from isthmus.core.config import Config
+from isthmus.core.processes.three import ProcessClient
+async def main():
+    client = ProcessClient(Config(), "fake_engine:FakeEngine", "fake_engine:ByteTokenizer")
+    await client.start()
+    for pid in client.pids().values():
+        os.kill(pid, signal.SIGINT)
+        os.kill(pid, signal.SIGTERM)
+    await client.command("ping")
+    print(*client.pids().values(), flush=True)
+    await asyncio.sleep(60)
+asyncio.run(main())
+"""
+    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True,
+                              env={**os.environ, "TMPDIR": str(tmp_path)})
+    try:
+        pids = [int(word) for word in parent.stdout.readline().split()]
+        assert len(pids) == 2 and all(psutil.pid_exists(pid) for pid in pids)
+    finally:
+        parent.kill()
+        parent.wait()
+    end = time.monotonic() + 5
+    while any(psutil.pid_exists(pid) for pid in pids):
+        assert time.monotonic() < end, "a worker outlived its parent"
+        time.sleep(0.02)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_idle_engine_costs_no_processor_time():
+    async def body(client):
+        await collect(client, "a", b"x")
+        processes = [psutil.Process(pid) for pid in client.pids().values()]
+        before = [sum(p.cpu_times()[:2]) for p in processes]
+        await asyncio.sleep(0.5)
+        return [sum(p.cpu_times()[:2]) - b for p, b in zip(processes, before, strict=True)]
+    assert max(with_client("processes", body)) <= 0.05
+
+
+@pytest.mark.parametrize("late", ["", "the API is late"])
+def test_a_failed_worker_is_heard_however_late_its_words_arrive(late, monkeypatch):
+    """Its exit and its words come on different ways: the exit must not cut the words off."""
+    if late:
+        def first_the_exit(self, message, plain=ProcessClient._receive):
+            if isinstance(message, Failed):
+                asyncio.get_running_loop().call_later(1.0, plain, self, message)
+            else:
+                plain(self, message)
+        monkeypatch.setattr(ProcessClient, "_receive", first_the_exit)
+
+    async def body(client):
+        with pytest.raises(EngineDead, match="the step went wrong"):
+            await asyncio.wait_for(collect(client, "b", [120, RAISE]), 5)
+        assert "the step went wrong" in client.health()[1] and client.gone
+    with_client("processes", body)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_silent_engine_is_unhealthy_until_it_answers_again(form, monkeypatch):
+    monkeypatch.setattr("isthmus.core.processes.client.PING_S", 0.02)
+    monkeypatch.setattr("isthmus.core.processes.client.IDLE_SILENCE_S", 0.3)
+
+    async def body(client):
+        await collect(client, "a", b"x")
+        await asyncio.sleep(0.5)
+        assert client.health() == (True, ""), "an idle engine answers"
+        if form == "processes":
+            os.kill(client.pids()["scheduler"], signal.SIGSTOP)
+        else:
+            monkeypatch.setattr(SchedulerState, "handle", lambda *_: time.sleep(0.8))
+
+        async def silent():
+            return not client.health()[0]
+        await until(silent)
+        assert "has not answered for 0." in client.health()[1] and not client.gone
+        if form == "processes":
+            os.kill(client.pids()["scheduler"], signal.SIGCONT)
+        else:
+            monkeypatch.undo()
+
+        async def well():
+            return client.health() == (True, "")
+        await until(well)
+        assert text(await collect(client, "b", b"x", max_tokens=2)) == "xx"
+    with_client(form, body)
+
+
+def test_an_engine_in_a_long_step_is_healthy(monkeypatch):
+    monkeypatch.setattr("isthmus.core.processes.client.PING_S", 0.02)
+    monkeypatch.setattr("isthmus.core.processes.client.IDLE_SILENCE_S", 0.2)
+    monkeypatch.setattr(FakeEngine, "step", lambda self, plain=FakeEngine.step: time.sleep(0.8) or plain(self))
+
+    async def body(client):
+        stream = asyncio.ensure_future(collect(client, "a", b"x", max_tokens=1))
+        for _ in range(30):
+            await asyncio.sleep(0.02)
+            assert client.health()[0] and not stream.done()
+        stream.cancel()  # whoever asked has left; the step goes on
+        await asyncio.sleep(0.1)
+        assert client.health()[0]
+    with_client("in-process", body)
+
+
+def test_a_flood_of_messages_does_not_starve_the_loop(monkeypatch):
+    """The reader of the socket never has to wait; others must get their turn all the same."""
+    flood = encode(TextOutputs([TextOutput("nobody", "x", pack_ids([1]))]))
+
+    async def body(client):
+        async def recv(*_):
+            return flood
+        monkeypatch.setattr(client._inbox, "recv", recv, raising=False)
+        client._reader.cancel()
+        client._reader = asyncio.ensure_future(client._read())
+        began = time.monotonic()
+        for _ in range(20):
+            await asyncio.sleep(0.005)
+        assert time.monotonic() - began < 2
+    with_client("processes", body)
