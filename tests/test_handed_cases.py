@@ -53,19 +53,14 @@ def test_library_cases():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("dtype", "chosen", "least"), [
-    ("bfloat16", ["--deselect=H_06_seed_with_unseeded_neighbours.py"], 140),
-    # In bfloat16 a product's rounding depends on the batch's size (the manifest says T2), and with it a seeded draw.
-    ("float32", ["-k", "test_seed"], 1),
-])
-def test_server_cases(dtype: str, chosen: list[str], least: int):
+def test_server_cases():
     pytest.importorskip("torch")
-    flags = ["--platform=cpu", f"--dtype={dtype}", f"--api-key={KEY}", f"--max-model-len={CONTEXT}"]
+    flags = ["--platform=cpu", f"--api-key={KEY}", f"--max-model-len={CONTEXT}"]
     process, url = start_server(flags)
     try:
         output = run_cases({"BASE_URL": url + "/v1", "API_KEY": KEY, "CTX": str(CONTEXT), "PAGE": "16", "SLOW": "3",
-                            "MODEL": "smollm2-135m-instruct"}, 1500, *missing_data(), *chosen)
-        assert passed(output) >= least, output[-6000:]
+                            "MODEL": "smollm2-135m-instruct"}, 1500, *missing_data())
+        assert passed(output) >= 140, output[-6000:]
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait(30)

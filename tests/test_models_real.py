@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from isthmus.core.api import Engine
 from isthmus.core.errors import CheckpointError
 from isthmus.core.text.tokenizer import load_tokenizer
 from isthmus.core.weights.checkpoint import Checkpoint, open_checkpoint
@@ -75,3 +76,16 @@ def test_greedy_tokens(name):
         margin = float(logits[want[row, at]] - logits[have[row, at]])
         print(f"  text {row} parts at token {at}: margin {margin:.1e}, logit error {error:.1e}")
         assert error < LOGIT_ERROR and margin <= 2 * error, "no tie: the models differ"
+
+
+@pytest.mark.slow
+def test_a_seeded_text_is_the_same_alone_and_among_neighbours():
+    """In the default dtype, with neighbours of other lengths that join and leave; contexts cross a vector's end."""
+    prompt = "My favourite three animals are"
+    neighbours = [f"Tell me about number {i}:" + " and" * 40 * i for i in range(3)]
+    with Engine(platform="cpu", kv_cache_memory="200MiB") as engine:
+        def text(prompts: list[str], seed: int) -> str:
+            return engine.generate(prompts, max_tokens=40, temperature=0.8, seed=seed)[0].text
+        same = [text([prompt], seed) == text([prompt, *neighbours], seed) for seed in range(20)]
+    # All, where this was written; other processors' matrix kernels may round by the number of rows.
+    assert sum(same) >= 18, f"{sum(same)} of 20 texts equal"

@@ -3,6 +3,9 @@
 Decode rows (one token) are gathered and attended together, in groups of similar length. Prefill rows go one by one
 over their own pages, without a copy where the pages follow each other in memory. Query heads that share a KV head
 are folded into another axis (the query axis in decode, the batch axis in prefill), so K and V are never repeated.
+
+Contexts are filled up to whole `LANES` with hidden copies of their last token: torch's sums take another order when a
+context ends inside a vector, and then a token's result would depend on the contexts of the rows beside it.
 """
 from __future__ import annotations
 
@@ -17,6 +20,7 @@ from ...core.platform import AttentionSpec, Batch, LayerState
 
 HUGE = 2 << 20  # bytes of a huge page
 QUERIES = 256   # queries of a soft-capped prefill whose scores are held at once
+LANES = 32      # positions that a context is filled up to a multiple of
 GROUP_WASTE = 1.25  # longest context of a decode group over its shortest
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -82,8 +86,14 @@ class PrefillRow:
     tokens: slice
     pages: torch.Tensor | slice
     context: int
-    hidden: torch.Tensor | None  # [queries, context] bool; None = plainly causal
+    hidden: torch.Tensor | None  # [queries, filled context] bool; None = plainly causal
     masks: dict[torch.dtype, torch.Tensor] = field(default_factory=dict)
+
+    def read(self, cache: LayerCache) -> torch.Tensor:
+        """K and V of the context, [filled context, 2, kv_heads, head_dim]."""
+        kv = cache.pages[self.pages].flatten(0, 1)[:self.context]
+        missing = filled(self.context) - self.context
+        return torch.cat((kv, kv[-1:].expand(missing, -1, -1, -1))) if missing else kv
 
 
 class AttentionPlan:
@@ -118,7 +128,7 @@ class AttentionPlan:
         return attend(folded, kv[0], kv[1], spec, group).reshape(q.shape)
 
     def _prefill(self, q: torch.Tensor, cache: LayerCache, spec: AttentionSpec, row: PrefillRow) -> torch.Tensor:
-        kv = cache.pages[row.pages].flatten(0, 1)[:row.context].to(q.dtype).permute(1, 2, 0, 3)
+        kv = row.read(cache).to(q.dtype).permute(1, 2, 0, 3)
         kv_heads = kv.shape[1]
         folded = q.view(len(q), kv_heads, -1, q.shape[2]).permute(2, 1, 0, 3)  # [sharers, kv_heads, queries, d]
         k, v = kv[:, None].expand(2, len(folded), *kv.shape[1:])
@@ -138,7 +148,7 @@ class AttentionPlan:
             start = stop
 
     def _group(self, rows: np.ndarray, lengths: np.ndarray, seen: np.ndarray) -> DecodeGroup:
-        places = np.arange(int(seen.max()))
+        places = np.arange(filled(int(seen.max())))
         # Shorter rows repeat their last token: what lies elsewhere may be NaN, and hidden values must be finite.
         positions = lengths - seen + np.minimum(places, seen - 1)
         pages = np.take_along_axis(self.batch.pages[rows], positions // self.page_size, 1).astype(np.int64)
@@ -157,7 +167,7 @@ class AttentionPlan:
             pages = self.batch.pages[row, first:-(-length // self.page_size)].astype(np.int64)
             hidden = None
             if queries < length or oldest or (window is not None and window < length):
-                keys = torch.arange(base, length)
+                keys = torch.arange(base, base + filled(length - base))
                 at = torch.arange(length - queries, length)[:, None]
                 hidden = keys > at
                 if window is not None:
@@ -166,6 +176,10 @@ class AttentionPlan:
             yield PrefillRow(slice(start, start + queries),
                              slice(int(pages[0]), int(pages[-1]) + 1) if follow else torch.from_numpy(pages),
                              length - base, hidden)
+
+
+def filled(context: int) -> int:
+    return -(-context // LANES) * LANES
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec,
