@@ -49,7 +49,7 @@ class ModelSettings:
     max_model_len: int | None = setting(None, "longest prompt plus output, in tokens; the model's own limit by default",
                                         least=2)
     chat_template: str | None = setting(None, "file with a Jinja chat template that replaces the model's own")
-    strict: bool = setting(False, "refuse to start when a weight's format has no kernel and would be expanded")
+    strict: bool = setting(False, "refuse to start when a quantized weight, the embedding included, would be expanded")
 
 
 @dataclass(frozen=True)

@@ -7,14 +7,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from gguf import GGMLQuantizationType
+from gguf.quants import quantize
 from isthmus.core.discovery import load_platform
 from isthmus.core.errors import CheckpointError
+from isthmus.core.models import loader
 from isthmus.core.models.loader import LoadedModel, load_model, model_name
 from isthmus.core.platform import Unsupported
+from isthmus.core.quant.formats import FORMATS
 from isthmus.core.specs import LayerState
 from isthmus.core.weights.checkpoint import open_checkpoint
 from safetensors.torch import load_file, save_file
 
+from .checkpoints import Stored, as_gguf, tiny_llama_metadata, tiny_weights, write_gguf
 from .tiny import tiny_model
 from .tiny_gguf import tiny_gguf
 
@@ -108,6 +113,43 @@ def test_strict_refuses_with_the_list():
         load(tiny_gguf("llama3")[0], platform, strict=True)
     assert not platform.loaded
     assert load(tiny_model("llama3"), strict=True).report == ["22 x f32"]
+
+
+@pytest.mark.parametrize("weight, stored, reason", [("embed_tokens", "q8_0", "the embedding"),
+                                                    ("layers.0.self_attn.o_proj", "q5_0", "its shape")])
+def test_strict_refuses_what_the_platform_expands_though_it_has_the_kernel(weight, stored, reason, monkeypatch):
+    class Picky(Recorder):
+        def describe(self, leaf) -> str:
+            return "float32" if self.loaded[-1] == (name,) else super().describe(leaf)
+
+    name, path = f"model.{weight}.weight", tiny_gguf("llama3")[0]
+    monkeypatch.setattr(loader, "_format_reasons", lambda *_: dict.fromkeys(FORMATS))
+    with pytest.raises(Unsupported) as refused:
+        load(path, Picky(), strict=True)
+    assert str(refused.value) == f"--strict: {name} is stored as {stored} and would be expanded to float32 ({reason})"
+    assert any(f" x {stored}" in line and line.endswith(f" expanded to float32 ({reason})")
+               for line in load(path, Picky()).report)
+
+
+def test_strict_on_a_platform_that_looks_its_embedding_up_as_values(tmp_path):
+    """Its kernel for q8_0 serves matrices only, so a tied head is expanded too."""
+    tensors, platform = as_gguf(tiny_weights()), load_platform("cpu")
+    values = tensors["token_embd.weight"]
+    tensors["blk.0.attn_output.weight"] = matrix = stored_q8_0(tensors["blk.0.attn_output.weight"])
+    paths = [write_gguf(tmp_path / "dense.gguf", tiny_llama_metadata(), tensors), write_gguf(
+        tmp_path / "quantized.gguf", tiny_llama_metadata(), tensors | {"token_embd.weight": stored_q8_0(values)})]
+    manifest = platform.probe()
+    with open_checkpoint(paths[0]) as checkpoint:
+        report = load_model(checkpoint, platform, manifest, "bf16", strict=True).report
+    assert matrix.dtype == "q8_0" and "1 x q8_0 as int8" in report
+    with open_checkpoint(paths[1]) as checkpoint:
+        with pytest.raises(Unsupported, match=r"--strict: model.embed_tokens.weight.*q8_0.*bfloat16 \(the embedding\)"):
+            load_model(checkpoint, platform, manifest, "bf16", strict=True)
+    platform.close()
+
+
+def stored_q8_0(values: np.ndarray) -> Stored:
+    return Stored("q8_0", values.shape, quantize(values, GGMLQuantizationType.Q8_0).tobytes())
 
 
 def test_attention_is_asked_once_for_each_case():

@@ -50,7 +50,9 @@ def load_model(checkpoint: Any, platform: Any, manifest: Manifest, dtype: str, s
                progress: Progress | None = None, page_size: int | None = None) -> LoadedModel:
     """Load `checkpoint` (an open `core.weights` Checkpoint) onto a probed platform.
 
-    dtype: compute dtype, one of `manifest.compute_dtypes`. strict: refuse formats that would be expanded.
+    dtype: compute dtype, one of `manifest.compute_dtypes`. strict: no quantized weight may be expanded; a format that
+    the platform lacks is refused before anything is placed, a weight that it expands all the same (as it may the
+    embedding) when the platform has said how it holds it.
     progress: called with (bytes done, bytes in all). page_size: of the cache, the platform's default unless given.
     Raises `CheckpointError` for a configuration, name or shape that does not fit, `Unsupported` with the platform's
     reason for a case that it cannot do.
@@ -69,7 +71,7 @@ def load_model(checkpoint: Any, platform: Any, manifest: Manifest, dtype: str, s
         raise Unsupported("--strict: these formats would be expanded: "
                           + "; ".join(f"{f} ({r})" for f, r in sorted(expanded.items())))
     placer = _Placer(checkpoint, names, platform, dtype, reasons, progress,
-                     config.norms_add_one and not checkpoint.norms_include_one)
+                     config.norms_add_one and not checkpoint.norms_include_one, strict)
     weights = placer.place(layout)
     weights.setdefault("head", weights["embed"])
     forward = partial(architecture.forward, config)
@@ -173,9 +175,9 @@ class _Placer:
     """Places a layout's entries one by one, and counts them."""
 
     def __init__(self, checkpoint: Any, names: Mapping[str, str], platform: Any, dtype: str,
-                 reasons: Mapping[str, str | None], progress: Progress | None, add_one: bool):
+                 reasons: Mapping[str, str | None], progress: Progress | None, add_one: bool, strict: bool):
         self.checkpoint, self.names, self.platform, self.dtype = checkpoint, names, platform, dtype
-        self.reasons, self.progress, self.add_one = reasons, progress, add_one
+        self.reasons, self.progress, self.add_one, self.strict = reasons, progress, add_one, strict
         self.kept: Counter[tuple[str, str]] = Counter()      # by format and how it is held
         self.expanded: Counter[tuple[str, str]] = Counter()  # by format and reason
         self.done = self.nbytes = 0
@@ -225,21 +227,24 @@ class _Placer:
             leaf = self.platform.load(raws, spec, self.dtype)
         except Unsupported as error:
             raise Unsupported(f"{', '.join(spec.names)}: {error}") from error
-        self._count(raws, spec.role, leaf)
+        self._count(raws, spec, leaf)
         if self.progress is not None:
             self.progress(self.done, self.checkpoint.nbytes)
         return leaf
 
-    def _count(self, raws: Sequence[RawTensor], role: str, leaf: Weight) -> None:
+    def _count(self, raws: Sequence[RawTensor], spec: WeightSpec, leaf: Weight) -> None:
         """Note how a leaf is held. The platform's word counts: it may expand what it has a kernel for elsewhere."""
         how = self.platform.describe(leaf) if hasattr(self.platform, "describe") else ""
         expanded = how.endswith((self.dtype, DENSE[self.dtype]))
-        for raw in raws:
+        for name, raw in zip(spec.names, raws, strict=True):
             dense, reason = raw.dtype in DENSE, self.reasons.get(raw.dtype)
             if expanded and not dense and not reason:
-                reason = "the embedding" if role == "embed" else "its shape"
+                reason = "the embedding" if spec.role == "embed" else "its shape"
+                if self.strict:
+                    raise Unsupported(f"--strict: {name} is stored as {raw.dtype} and would be expanded to "
+                                      f"{DENSE[self.dtype]} ({reason})")
             self.nbytes += nbytes(self.dtype if dense or reason else raw.dtype, raw.shape)
-            if role in ("norm", "bias"):
+            if spec.role in ("norm", "bias"):
                 continue
             if reason:
                 self.expanded[raw.dtype, reason] += 1
