@@ -78,6 +78,8 @@ class SchedulerSettings:
     overlap: bool = setting(True, "plan the next step while the device computes the current one")
     waiting_timeout: float = setting(600.0, "a request that waits longer is answered 503", unit="seconds", least=0)
     running_timeout: float = setting(3600.0, "a request that runs longer is ended", unit="seconds", least=0)
+    step_timeout: float = setting(120.0, "/health is 503 while requests wait and no step has finished for so long",
+                                  unit="seconds", least=1)
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,13 @@ class PlatformSettings:
 
     platform: str = setting("auto", "platform to run on; auto takes the best that is found")
     platform_option: tuple[str, ...] = setting((), "key=value for the platform, such as threads=8; may be repeated")
+
+
+@dataclass(frozen=True)
+class ParallelSettings:
+    """How many devices share a model."""
+
+    tensor_parallel_size: int = setting(1, "devices that share every layer of the model", least=1, most=1024)
 
 
 @dataclass(frozen=True)
@@ -117,4 +126,5 @@ class Config:
     cache: CacheSettings = field(default_factory=CacheSettings)
     scheduler: SchedulerSettings = field(default_factory=SchedulerSettings)
     platform: PlatformSettings = field(default_factory=PlatformSettings)
+    parallel: ParallelSettings = field(default_factory=ParallelSettings)
     server: ServerSettings = field(default_factory=ServerSettings)

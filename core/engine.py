@@ -109,7 +109,8 @@ class EngineCore:
 
     def command(self, name: str) -> dict[str, Any]:
         """Administrative calls: "stats", "flush_cache", "ping", "verify". Raises ValueError for another name."""
-        commands = {"stats": self._stats, "ping": lambda: {}, "verify": self._verify,
+        commands = {"stats": self._stats, "verify": self._verify,
+                    "ping": lambda: {"steps": self.steps, "busy": self.has_work},
                     "flush_cache": lambda: {"flushed_pages": self.cache.flush()}}
         if name not in commands:
             raise ValueError(f"unknown command {name!r}; there are: {', '.join(sorted(commands))}")

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
-from isthmus.core.config import Config, ModelSettings
+from isthmus.core.config import Config, ModelSettings, SchedulerSettings
 from isthmus.core.messages import SamplingParams, Submit, TextOutput, Watch, pack_ids
 from isthmus.core.processes.in_process import InProcessClient
 from isthmus.core.processes.three import ProcessClient
@@ -21,17 +21,17 @@ def importable_fakes(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
 
 
-def make(form: str, model: str = "m"):
-    config = Config(model=ModelSettings(model))
+def make(form: str, model: str = "m", **scheduler):
+    config = Config(model=ModelSettings(model), scheduler=SchedulerSettings(**scheduler))
     if form == "in-process":
         return InProcessClient(config, FakeEngine, ByteTokenizer)
     return ProcessClient(config, "fake_engine:FakeEngine", "fake_engine:ByteTokenizer")
 
 
-def with_client(form: str, body, timeout: float = 30):
+def with_client(form: str, body, timeout: float = 30, **scheduler):
     """Run `body(client)` on a started client and close it, whatever happens."""
     async def main():
-        client = make(form)
+        client = make(form, **scheduler)
         try:
             await client.start()
             return await body(client)

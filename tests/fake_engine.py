@@ -98,7 +98,7 @@ class FakeEngine:
     def command(self, name):
         if name == "flush_cache":
             raise RequestError("2 requests are running")
-        return {"running": len(self.running), "steps": self.steps}
+        return {"running": len(self.running), "steps": self.steps, "busy": self.has_work}
 
     def close(self):
         self.closed = True

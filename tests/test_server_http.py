@@ -6,7 +6,7 @@ import json
 
 import pytest
 from isthmus.core.config import size_bytes
-from isthmus.core.errors import Overloaded, RequestError
+from isthmus.core.errors import EngineDead, Overloaded, RequestError
 from isthmus.core.server.errors import as_request_error
 from isthmus.core.server.limits import MAX_DEPTH, MAX_VALUES, parse_object, structure
 from isthmus.core.server.middleware import authorized, split_keys
@@ -235,6 +235,19 @@ def test_loading_draining_dead(stream):
         assert http.get("/health").json()["reason"] == "scheduler: killed"
         error_of(http.post("/flush_cache"), 503)
         assert http.get("/metrics").status_code == 200 and http.get("/server_info").status_code == 200
+
+
+def test_the_age_of_the_last_step_is_a_metric_also_while_the_engine_is_stuck(made, http, monkeypatch):
+    monkeypatch.setattr(type(made.client), "step_age", 44.0)
+    made.client.stats = {"steps": 7}
+    assert 'isthmus_step_age_seconds{model_name="tiny"} 44.0' in http.get("/metrics").text
+
+    async def silent(name, timeout):
+        assert timeout < 10, "what scrapers wait"
+        raise EngineDead("the engine did not answer 'stats'")
+    monkeypatch.setattr(made.client, "command", silent)
+    text = http.get("/metrics").text
+    assert 'isthmus_step_age_seconds{model_name="tiny"} 44.0' in text and "isthmus_steps_total" not in text
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -28,9 +28,9 @@ from .backlog import Backlog
 
 ProgressCall = Callable[[str, int, int], None]  # stage, done, total
 
-PING_S = 2.0          # between two questions whether the engine still answers
-IDLE_SILENCE_S = 10   # an engine without requests answers long before that
-BUSY_SILENCE_S = 300  # a step that takes longer will not end; compilations may take minutes
+PING_S = 2.0         # between two questions how the engine is; it answers between two steps
+IDLE_SILENCE_S = 10  # an engine without requests answers long before that
+PULSE = "pulse"      # the token of those questions
 
 
 class EngineClient(ABC):
@@ -52,7 +52,8 @@ class EngineClient(ABC):
         self._names: dict[str, str] = {}  # request id -> the engine's name of it
         self._commands: dict[str, asyncio.Future[Any]] = {}
         self._serial = itertools.count()
-        self._unanswered, self._patience = 0, IDLE_SILENCE_S  # pings since the engine was last heard
+        self._unanswered = self._still = 0  # pings since the engine was last heard, and since it last got on
+        self._busy, self._steps = False, 0  # whether it may have work, and the steps that it spoke of
         self._pulse: asyncio.Task[None] | None = None
 
     @abstractmethod
@@ -79,6 +80,7 @@ class EngineClient(ABC):
         self._send_request(msgspec.structs.replace(submit, id=name), msgspec.structs.replace(watch, id=name))
         backlog = self._streams[name] = Backlog()
         self._names[submit.id] = name
+        self._busy = True
         finished = False
         try:
             while not finished:
@@ -113,11 +115,19 @@ class EngineClient(ABC):
             self._commands.pop(token, None)
 
     def health(self) -> tuple[bool, str]:
-        """Whether the engine can compute, and if not why."""
+        """Whether the engine can compute, and if not why. A step may take --step-timeout; it may still end later."""
         silence = self._unanswered * PING_S
-        if self._state == "ready" and silence > self._patience:
+        if self._state == "ready" and self.step_age > self.config.scheduler.step_timeout:
+            return False, (f"the engine has requests and has finished no step for {self.step_age:g} s"
+                           f"{'' if silence > IDLE_SILENCE_S else ', though it answers'}; see --step-timeout")
+        if self._state == "ready" and silence > IDLE_SILENCE_S and not self._busy:
             return False, f"the engine has not answered for {silence:g} s"
         return self._state == "ready", self._reason
+
+    @property
+    def step_age(self) -> float:
+        """Seconds since a step ended, in units of `PING_S`; 0 while the engine has nothing to do."""
+        return self._still * PING_S if self._busy else 0.0
 
     @property
     def gone(self) -> bool:
@@ -164,7 +174,7 @@ class EngineClient(ABC):
 
     def _receive(self, message: Any) -> None:
         """Pass on one message of `ToApi`. Texts of requests that nobody waits for any more are dropped."""
-        self._unanswered, self._patience = 0, IDLE_SILENCE_S
+        self._unanswered = 0
         if isinstance(message, TextOutputs):
             for output in message.outputs:
                 backlog = self._streams.get(output.id)
@@ -185,6 +195,8 @@ class EngineClient(ABC):
         self.info = json.loads(message.info) or self.info
 
     def _answer(self, reply: Reply) -> None:
+        if reply.token == PULSE and reply.ok:
+            return self._feel(json.loads(reply.data))
         future = self._commands.get(reply.token)
         if future is None or future.done():
             return
@@ -206,10 +218,14 @@ class EngineClient(ABC):
         while self._state == "ready":
             await asyncio.sleep(PING_S)
             self._unanswered += 1
-            if self._streams:  # it may be in the middle of a step
-                self._patience = BUSY_SILENCE_S
-            if self._unanswered * PING_S <= BUSY_SILENCE_S:  # those that wait will do if it ever comes back
-                self._send(Command("pulse", "ping"))
+            self._still += 1
+            if self._unanswered == 1:  # one that waits will do
+                self._send(Command(PULSE, "ping"))
+
+    def _feel(self, pulse: dict[str, Any]) -> None:
+        if pulse["steps"] != self._steps or not pulse["busy"]:
+            self._still = 0
+        self._steps, self._busy = pulse["steps"], pulse["busy"] or bool(self._streams)
 
     def _end(self, state: str, reason: str) -> None:
         """No more answers will come: tell everybody who waits. The first reason counts."""

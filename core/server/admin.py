@@ -11,6 +11,8 @@ from ..errors import EngineDead, IsthmusError, RequestError
 from .context import Server
 from .stream import json_response
 
+STATS_S = 5.0  # a scrape waits no longer for an engine in a long step
+
 
 def package_version() -> str:
     """Isthmus's own version."""
@@ -55,16 +57,17 @@ async def ready(server: Server, request: Request) -> Response:
 
 
 async def engine_stats(server: Server) -> dict[str, Any]:
-    """The engine's numbers, or none while there is no engine to ask."""
+    """The engine's numbers, or none while there is no engine to ask or it is in a long step."""
     try:
-        return await server.client.command("stats")
+        return await server.client.command("stats", STATS_S)
     except EngineDead:
         return {}
 
 
 async def metrics(server: Server, request: Request) -> Response:
     """Prometheus text."""
-    data = server.metrics.export(server.model, server.info, await engine_stats(server))
+    stats = {**await engine_stats(server), "step_age": server.client.step_age}
+    data = server.metrics.export(server.model, server.info, stats)
     return Response(data, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 

@@ -43,6 +43,7 @@ ENGINE = (
     ("evicted_pages", "counter", "kv_pages_evicted", None, "Cached pages given up for others"),
     ("ownership_violations", "counter", "kv_ownership_violations", None, "Errors in the ownership of pages"),
     ("steps", "counter", "steps", None, "Forward passes"),
+    ("step_age", "gauge", "step_age_seconds", None, "Since a step finished; 0 while the engine has nothing to do"),
 )
 # What the server measures: key, buckets, our name, vLLM's name, help.
 MEASURED = (
