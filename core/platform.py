@@ -49,6 +49,8 @@ class Manifest:
     rank:           preference when several platforms can run and none was named; the highest is taken. The reference
                     is 0, a host processor 10, an accelerator 20.
     kv_share:       share of the memory left after the weights that K and V may take unless the user says otherwise.
+    local_ranks:    ranks of tensor parallelism that this one object runs itself (one program over several devices);
+                    the same `world` that it was probed with. 1 = one rank, as `probe(rank, world)` says which.
     details:        further facts for people (threads, driver, library versions).
     """
 
@@ -67,6 +69,7 @@ class Manifest:
     max_top_logprobs: int = 20
     rank: int = 0
     kv_share: float = 0.25
+    local_ranks: int = 1
     details: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -129,7 +132,8 @@ class Ops(Protocol):
         ...
 
     def act_mul(self, gate: Tensor, up: Tensor, kind: str) -> Tensor:
-        """act(gate) * up; kind is "silu", "gelu_tanh" or "gelu" (exact)."""
+        """act(gate) * up; kind is "silu", "gelu_tanh", "gelu" (exact) or "sigmoid". A gate of [T, 1] goes over up's
+        last axis."""
         ...
 
     def moe(self, x: Tensor, router_logits: Tensor, w13: Weight, w2: Weight, spec: MoESpec) -> Tensor:

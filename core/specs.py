@@ -14,11 +14,13 @@ class RawTensor(NamedTuple):
     dtype: a name of `core.quant.formats` ("f32", "bf16", "q4_1", ...).
     shape: logical shape; the last axis is contiguous and, for block formats, a multiple of the block length.
     data:  uint8 numpy array or memoryview over the bytes, row-major, usually a view of a memory-mapped file.
+    extra: further tensors that the format keeps beside the codes, in the order that it names (scales, biases ...).
     """
 
     dtype: str
     shape: tuple[int, ...]
     data: Any
+    extra: tuple[RawTensor, ...] = ()
 
 
 Role = Literal["linear", "embed", "norm", "bias", "experts"]
@@ -29,16 +31,20 @@ class WeightSpec:
     """How `Platform.load` must treat a weight.
 
     names: tensors of the checkpoint that are stacked along the output axis (axis 0; axis 1 for "experts", whose
-           axis 0 is the expert), so that q, k and v, or gate and up, can be one matrix product.
+           axis 0 is the expert), so that q, k and v, or gate and up, can be one matrix product. Where a checkpoint
+           keeps each expert by itself, the tensors have two axes and come expert by expert, with the same parts each.
     role:  "linear" is used by `Ops.linear`, "embed" by `Ops.embed` and, when tied, also by `Ops.linear`;
            "norm" and "bias" are vectors; "experts" is [experts, out, in] for `Ops.moe`.
     cut:   axis that tensor parallelism splits (0 = out, 1 = in), counted as for one expert; None = replicated.
            A "bias" with cut 1 belongs to a linear that is cut along in: rank 0 alone adds it, `all_reduce` follows.
+           Each part is cut by itself, before they are stacked.
+    experts: number of experts, for the role "experts"; 0 otherwise.
     """
 
     names: tuple[str, ...]
     role: Role
     cut: int | None = None
+    experts: int = 0
 
 
 @dataclass(frozen=True)

@@ -57,18 +57,19 @@ def load(config: Config, progress: Progress | None = None) -> Loaded:
     """Do all of it. Raises `Unavailable`, `Unsupported`, `ConfigError` or `CheckpointError` with the way out."""
     tell = progress or (lambda stage, done, total: None)
     platform, manifest, reason = claim_platform(config)
+    world = manifest.local_ranks
     dtype = compute_dtype(config, manifest)
     page_size = choose_page_size(config, manifest)
     path = Path(resolve_model(config.model.model, config.model.revision, tell))
     with open_checkpoint(path) as checkpoint:
         # What cannot fit is refused before the weights are read; the real figures count afterwards.
-        fit_memory(config, manifest, read_config(checkpoint)[1], dtype, page_size,
-                   max(0, manifest.memory_free - checkpoint.nbytes))
+        fit_memory(config, manifest, read_config(checkpoint)[1].per_rank(world), dtype, page_size,
+                   max(0, manifest.memory_free - checkpoint.nbytes // world))
         model = load_model(checkpoint, platform, manifest, dtype, config.model.strict,
-                           lambda done, total: tell("load weights", done, total), page_size)
+                           lambda done, total: tell("load weights", done, total), page_size, world)
         sampling = recommended_sampling(path, checkpoint.generation)
-    free = _free_memory(platform, manifest, model.nbytes)
-    sizes, notes = fit_memory(config, manifest, model.config, dtype, page_size, free)
+    free = _free_memory(platform, manifest, model.nbytes // world)
+    sizes, notes = fit_memory(config, manifest, model.config.per_rank(world), dtype, page_size, free)
     overlap = config.scheduler.overlap and "overlap" in manifest.features
     if config.scheduler.overlap and not overlap:
         notes.append(f"overlap is off: {manifest.name} finishes each step before the next can be launched")
@@ -82,7 +83,12 @@ def claim_platform(config: Config) -> tuple[Any, Manifest, str]:
     if name == "auto":
         name, reason = choose_platform(options)
     platform = load_platform(name, options)
-    return platform, platform.probe(), reason
+    world = config.parallel.tensor_parallel_size
+    manifest = platform.probe(0, world)
+    if manifest.local_ranks != world:
+        raise ConfigError(f"--tensor-parallel-size {world}: {name} runs one rank in each process, and engines of "
+                          "several processes are not built yet")
+    return platform, manifest, reason
 
 
 def platform_options(pairs: tuple[str, ...]) -> dict[str, str]:
@@ -114,7 +120,7 @@ def choose_page_size(config: Config, manifest: Manifest) -> int:
 
 
 def _free_memory(platform: Any, manifest: Manifest, weight_bytes: int) -> int:
-    """Bytes left after the weights: measured where the platform can, else computed."""
+    """Bytes left on one device after its weights: measured where the platform can, else computed."""
     if callable(getattr(platform, "memory", None)):
         return platform.memory()[1]
     return max(0, manifest.memory_free - weight_bytes)

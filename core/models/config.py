@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..errors import CheckpointError
@@ -70,6 +70,18 @@ class ModelConfig:
     def qkv_widths(self) -> tuple[int, int, int]:
         """Output widths of the q, k and v projections."""
         return self.heads * self.head_dim, self.kv_heads * self.head_dim, self.kv_heads * self.head_dim
+
+    def per_rank(self, world: int) -> ModelConfig:
+        """The view of one of `world` ranks of tensor parallelism: its share of the heads and of the feed-forward.
+
+        Raises `CheckpointError` when something does not divide.
+        """
+        for what, count in (("attention heads", self.heads), ("key and value heads", self.kv_heads),
+                            ("the feed-forward's width", self.intermediate)):
+            if count % world:
+                raise CheckpointError(f"--tensor-parallel-size {world}: {what}, {count}, cannot be shared evenly")
+        return replace(self, heads=self.heads // world, kv_heads=self.kv_heads // world,
+                       intermediate=self.intermediate // world)
 
     @property
     def state_layers(self) -> tuple[LayerState, ...]:

@@ -47,13 +47,14 @@ class LoadedModel:
 
 
 def load_model(checkpoint: Any, platform: Any, manifest: Manifest, dtype: str, strict: bool = False,
-               progress: Progress | None = None, page_size: int | None = None) -> LoadedModel:
+               progress: Progress | None = None, page_size: int | None = None, world: int = 1) -> LoadedModel:
     """Load `checkpoint` (an open `core.weights` Checkpoint) onto a probed platform.
 
     dtype: compute dtype, one of `manifest.compute_dtypes`. strict: no quantized weight may be expanded; a format that
     the platform lacks is refused before anything is placed, a weight that it expands all the same (as it may the
     embedding) when the platform has said how it holds it.
     progress: called with (bytes done, bytes in all). page_size: of the cache, the platform's default unless given.
+    world: ranks of tensor parallelism that the platform was probed with; forward and state are one rank's.
     Raises `CheckpointError` for a configuration, name or shape that does not fit, `Unsupported` with the platform's
     reason for a case that it cannot do.
     """
@@ -64,7 +65,8 @@ def load_model(checkpoint: Any, platform: Any, manifest: Manifest, dtype: str, s
     names = _tensor_names(checkpoint.names)
     _check_names(layout, names, config)
     _check_tensors(layout, names, checkpoint)
-    _check_attention(config, platform, manifest, dtype, page_size or manifest.page_sizes[0])
+    rank = config.per_rank(world)
+    _check_attention(rank, platform, manifest, dtype, page_size or manifest.page_sizes[0])
     reasons = _format_reasons(layout, names, checkpoint, platform, manifest, dtype)
     expanded = {f: r for f, r in reasons.items() if r is not None}
     if strict and expanded:
@@ -74,8 +76,8 @@ def load_model(checkpoint: Any, platform: Any, manifest: Manifest, dtype: str, s
                      config.norms_add_one and not checkpoint.norms_include_one, strict)
     weights = placer.place(layout)
     weights.setdefault("head", weights["embed"])
-    forward = partial(architecture.forward, config)
-    return LoadedModel(forward, weights, config, config.state_layers, placer.report(), placer.nbytes, dtype)
+    forward = partial(architecture.forward, rank)
+    return LoadedModel(forward, weights, config, rank.state_layers, placer.report(), placer.nbytes, dtype)
 
 
 def read_config(checkpoint: Any) -> tuple[Architecture, ModelConfig]:

@@ -9,7 +9,8 @@ from torch.nn import functional as F
 from ...core.platform import MoESpec
 from .quant import Experts
 
-ACTIVATIONS = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh"), "gelu": F.gelu}
+ACTIVATIONS = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh"), "gelu": F.gelu,
+               "sigmoid": torch.sigmoid}
 
 
 def act_mul(gate: torch.Tensor, up: torch.Tensor, kind: str) -> torch.Tensor:

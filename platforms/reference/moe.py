@@ -29,7 +29,9 @@ def activation(x: np.ndarray, kind: str) -> np.ndarray:
         return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x ** 3)))
     if kind == "gelu":
         return 0.5 * x * (1 + erf(x / math.sqrt(2)))
-    raise Unsupported(f"activation {kind!r}; there are: silu, gelu_tanh, gelu")
+    if kind == "sigmoid":
+        return sigmoid(x)
+    raise Unsupported(f"activation {kind!r}; there are: silu, gelu_tanh, gelu, sigmoid")
 
 
 def act_mul(gate: np.ndarray, up: np.ndarray, kind: str) -> np.ndarray:
