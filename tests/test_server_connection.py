@@ -1,18 +1,21 @@
 """What a connection may do before there is a request: over real sockets, with `core.server.connection`."""
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import threading
 import time
+from collections.abc import Callable
 
 import httpx
 import pytest
 import uvicorn
 from isthmus.core.server import connection
 from isthmus.core.server.connection import MAX_HEAD, Connection, most_connections
+from isthmus.core.server.limits import FREE_BODY
 
-from .fake_client import make_app
+from .fake_client import drive, make_app
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 BODY = json.dumps({"prompt": "x", "max_tokens": 2}).encode()
@@ -129,6 +132,55 @@ def test_heads_and_bodies_of_allowed_size_pass(live):
 def test_what_is_no_http_is_answered_in_our_form(live):
     answer, _ = talk(live, b"\x16\x03\x01 hello\r\n\r\n")
     assert error_of(answer, 400)["code"] == "invalid_request"
+
+
+def test_bodies_that_arrive_at_once_are_bounded_together(live, monkeypatch):
+    bodies = live.app.state.server.bodies
+    monkeypatch.setattr(bodies, "total", 300_000)
+    body = json.dumps({"prompt": "x", "max_tokens": 2, "user": "u" * 200_000}).encode()
+    big = HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body
+    counted = len(body) - FREE_BODY
+    with connect(live) as slow, connect(live) as leaver, connect(live) as other:
+        slow.sendall(big[:-1])
+        leaver.sendall(big[:-1])
+        until(lambda: bodies.held == 2 * (counted - 1))
+        other.sendall(big)
+        answer = one_answer(other)
+        assert answer.startswith(b"HTTP/1.1 503") and b"retry-after: 1\r\n" in answer.lower()
+        message = json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["message"]
+        assert "request bodies" in message and "300000" in message
+        other.sendall(WHOLE)  # a small one, on the same connection
+        assert one_answer(other).startswith(b"HTTP/1.1 200")
+        leaver.close()
+        until(lambda: bodies.held == counted - 1)
+        other.sendall(big)
+        assert one_answer(other).startswith(b"HTTP/1.1 200")
+        slow.sendall(big[-1:])
+        assert one_answer(slow).startswith(b"HTTP/1.1 200")
+    assert bodies.held == 0
+
+
+def test_a_body_counts_until_it_has_been_read_and_not_for_the_length_of_the_answer():
+    made = make_app()
+    made.client.hold = 1
+    bodies = made.app.state.server.bodies
+    assert bodies.total == 16 * 2**24
+    held = []
+
+    def seen(sent: list[dict]) -> bool:
+        held.append(bodies.held)
+        return len(sent) > 1
+
+    body = json.dumps({"prompt": "x", "stream": True, "user": "u" * 200_000}).encode()
+    asyncio.run(drive(made.app, "/v1/completions", body, seen))
+    assert len(held) > 1 and held[-1] == 0
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < end, "did not happen in time"
+        time.sleep(0.01)
 
 
 # ---- time

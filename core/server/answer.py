@@ -18,7 +18,6 @@ from ..messages import TextOutput
 from ..processes.backlog import output_size
 from .context import Server
 from .generation import Choice, Generation
-from .limits import read_json
 from .stream import EventStream, json_response, unless_hung_up
 
 
@@ -60,8 +59,7 @@ async def respond(server: Server, request: Request, start: Callable[[Server, byt
     """Answer a request that generates. `start` checks the body and prepares the engine requests; nothing runs yet.
     `in_thread`: it may take long for a small body too."""
     server.require_ready()
-    body = await read_json(request, server.max_body)
-    answer = await server.threads.run(lambda: start(server, body), len(body), in_thread)
+    answer = await server.read(request, partial(start, server), in_thread)
     request.state.generation = answer.generation
     if answer.stream:
         return EventStream(answer.events(), server.config.server.sse_ping)

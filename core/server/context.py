@@ -2,14 +2,20 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from starlette.requests import Request
 
 from ..config import Config, size_bytes
 from ..errors import EngineDead, Overloaded, RequestError
+from .limits import Bodies
 from .metrics import Metrics
 from .text_service import TextService
 from .threads import Threads
 from .validate import Bounds
+
+T = TypeVar("T")
 
 
 class Server:
@@ -20,7 +26,7 @@ class Server:
 
     def __init__(self, client: Any, text: TextService, config: Config):
         self.client, self.text, self.config = client, text, config
-        self.max_body = size_bytes(config.server.max_body)
+        self.bodies = Bodies(size_bytes(config.server.max_body))
         self.created = int(time.time())
         self.running: dict[str, tuple[str, ...]] = {}
         self.metrics = Metrics()
@@ -41,6 +47,11 @@ class Server:
     def bounds(self) -> Bounds:
         return Bounds(self.info["vocab_size"], self.info["max_model_len"], self.config.server.max_n,
                       self.info.get("sampling_defaults", {}))
+
+    async def read(self, request: Request, work: Callable[[bytes], T], always: bool = False) -> T:
+        """What `work` makes of the JSON body, in a thread if that may take long; `always`: for a small body too."""
+        async with self.bodies.read_json(request) as body:
+            return await self.threads.run(lambda: work(body), len(body), always)
 
     def why_not_ready(self) -> str:
         """The reason why no request can be taken now; "" = ready."""

@@ -2,18 +2,20 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 import msgspec
 import numpy as np
 from starlette.requests import Request
 
-from ..errors import RequestError
+from ..errors import Overloaded, RequestError
 
 MAX_DEPTH = 100            # nesting of a JSON body
 MAX_VALUES = 2_000_000     # values in a JSON body
+MAX_BODIES = 16            # bodies of the largest size that are held at once
+FREE_BODY = 65536          # bytes of a body that do not count for that: what a connection holds unread anyway
 MAX_HEADERS = 100          # header fields of a request
 MAX_HEADER_BYTES = 65536   # names and values together
 MAX_STOPS = 64             # stop strings of a request
@@ -67,20 +69,6 @@ def too_large(size: str, limit: int) -> RequestError:
     return RequestError(f"the body has {size} bytes, more than the {limit} allowed; see --max-body", status=413)
 
 
-async def read_body(request: Request, limit: int) -> bytes:
-    """The whole body; raises 413 as soon as its declared or its real size is over `limit` bytes."""
-    declared = request.headers.get("content-length", "")
-    if declared.isdecimal() and int(declared[:20]) > limit:
-        raise too_large(declared[:20], limit)
-    chunks, size = [], 0
-    async for chunk in request.stream():
-        size += len(chunk)
-        if size > limit:
-            raise too_large(f"at least {size}", limit)
-        chunks.append(chunk)
-    return b"".join(chunks)
-
-
 def parse_object(body: bytes) -> dict[str, Any]:
     """A JSON object within the limits; raises 400 for anything else (bad UTF-8, lone surrogates, NaN, depth)."""
     check_structure(body)
@@ -94,13 +82,52 @@ def parse_object(body: bytes) -> dict[str, Any]:
     return value
 
 
-async def read_json(request: Request, limit: int) -> bytes:
-    """The body of a request that says that it sends JSON.
+class Bodies:
+    """Request bodies from their first byte until they have been used, and the bytes that they take up together.
 
-    A JSON media type is demanded (415) so that a foreign web page cannot post here without asking the browser first.
+    most: bytes of one; a larger one is answered 413. total: of all; what comes beyond that is answered 503. The first
+    `FREE_BODY` bytes of each are not counted: the number of connections bounds them, and small requests pass whoever
+    keeps large ones waiting.
     """
-    body = await read_body(request, limit)
-    media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if media != "application/json" and not media.endswith("+json"):
-        raise RequestError(f"Content-Type is {media or 'missing'!r}; send application/json", status=415)
-    return body
+
+    def __init__(self, most: int):
+        self.most, self.total, self.held = most, MAX_BODIES * most, 0
+
+    @asynccontextmanager
+    async def read_json(self, request: Request) -> AsyncIterator[bytes]:
+        """The body of a request that says that it sends JSON; it is counted until the context ends.
+
+        A JSON media type is demanded (415) so that a foreign web page cannot post here without asking the browser
+        first.
+        """
+        parts: list[bytes] = []
+        try:
+            await self._receive(request, parts)
+            media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+            if media != "application/json" and not media.endswith("+json"):
+                raise RequestError(f"Content-Type is {media or 'missing'!r}; send application/json", status=415)
+            parts[:] = [b"".join(parts)]
+            yield parts[0]
+        finally:
+            self.held -= _counted(parts)
+
+    async def _receive(self, request: Request, parts: list[bytes]) -> None:
+        """Fill `parts`; raises as soon as the declared or the real size is over a limit."""
+        declared = request.headers.get("content-length", "")
+        if declared.isdecimal() and int(declared[:20]) > self.most:
+            raise too_large(declared[:20], self.most)
+        size = 0
+        async for part in request.stream():
+            size += len(part)
+            if size > self.most:
+                raise too_large(f"at least {size}", self.most)
+            more = max(0, min(len(part), size - FREE_BODY))
+            if self.held + more > self.total:
+                raise Overloaded(f"the request bodies that are being received hold {self.held} bytes, more than "
+                                 f"{self.total} are not taken at once", status=503)
+            self.held += more
+            parts.append(part)
+
+
+def _counted(parts: list[bytes]) -> int:
+    return max(0, sum(map(len, parts)) - FREE_BODY)

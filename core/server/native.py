@@ -14,7 +14,7 @@ from .answer import GenerationAnswer, respond
 from .context import Server
 from .conversation import generation_prompt, parse_messages, template_kwargs
 from .generation import Choice, Generation, Prompt, new_id
-from .limits import MAX_TOKENIZE, parse_object, read_json
+from .limits import MAX_TOKENIZE, parse_object
 from .logprobs import native_logprobs, native_top
 from .protocol import DetokenizeRequest, GenerateRequest, SamplingFields, TokenizeRequest, read
 from .stream import JsonList, event, json_response
@@ -146,9 +146,8 @@ class NativeAnswer(GenerationAnswer):
 
 async def tokenize(server: Server, request: Request) -> Response:
     """Ids of a text or of a conversation under the chat template."""
-    body = await read_json(request, server.max_body)
-    return await server.threads.run(lambda: json_response(tokenized(server, read(TokenizeRequest, body))), len(body),
-                                    always=True)
+    return await server.read(request, lambda body: json_response(tokenized(server, read(TokenizeRequest, body))),
+                             always=True)
 
 
 def tokenized(server: Server, asked: TokenizeRequest) -> dict[str, Any]:
@@ -180,9 +179,7 @@ def check_characters(size: int, param: str) -> None:
 async def detokenize(server: Server, request: Request) -> Response:
     """Text of token ids, under both names that clients look for."""
     server.require_ready()
-    body = await read_json(request, server.max_body)
-    return await server.threads.run(lambda: json_response(detokenized(server, read(DetokenizeRequest, body))),
-                                    len(body))
+    return await server.read(request, lambda body: json_response(detokenized(server, read(DetokenizeRequest, body))))
 
 
 def detokenized(server: Server, asked: DetokenizeRequest) -> dict[str, str]:
@@ -195,8 +192,7 @@ def detokenized(server: Server, asked: DetokenizeRequest) -> dict[str, str]:
 
 async def abort_request(server: Server, request: Request) -> Response:
     """End a request by the id of its response (or its `rid`), or all with `abort_all`."""
-    data = await read_json(request, server.max_body)
-    body = await server.threads.run(lambda: parse_object(data), len(data))
+    body = await server.read(request, parse_object)
     if body.get("abort_all") is True:
         ids = [id for group in server.running.values() for id in group]
     elif isinstance(body.get("rid"), str):
