@@ -1,11 +1,12 @@
 """Checkpoint formats expanded to float32 with numpy, for the formats that a platform has no kernel for.
 
-Block layouts: the GGUF specification and the block structures of ggml (`ggml-common.h`); every decoder gives exactly
-the value that those define, in float32 arithmetic.
+Block layouts: the GGUF specification and the block structures of ggml (`ggml-common.h`), and `mlx.core.quantize`; every
+decoder gives exactly the value that those define, in float32 arithmetic.
 """
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import gcd
 from typing import NamedTuple
 
 import numpy as np
@@ -36,7 +37,7 @@ def _fifth_bits(blocks: np.ndarray, at: int) -> np.ndarray:
     return np.unpackbits(blocks[:, at:at + 4], axis=1, bitorder="little") << np.uint8(4)
 
 
-# Blocks of 32: codes, scale and minimum of w = scale * code + minimum.
+# Groups: codes, scale and minimum of w = scale * code + minimum.
 
 Affine = tuple[np.ndarray, np.ndarray, np.ndarray]
 
@@ -64,9 +65,23 @@ def _affine_q8_0(blocks: np.ndarray) -> Affine:
     return blocks[:, 2:].view(np.int8), scale, np.zeros_like(scale)
 
 
-def _expand_affine(decode: Callable[[np.ndarray], Affine]) -> Callable[[np.ndarray], np.ndarray]:
-    def expand_blocks(blocks: np.ndarray) -> np.ndarray:
-        codes, scale, minimum = decode(blocks)
+def _affine_packed(bits: int) -> Callable[[np.ndarray, np.ndarray, np.ndarray], Affine]:
+    """MLX: codes in one stream of bits, the lowest first, whole ones in every 1, 3 or 5 bytes; the rest lies beside."""
+    size = bits // gcd(bits, 8)
+    kind = np.uint8 if size == 1 else np.uint64 if size > 4 else np.uint32
+    shifts = np.arange(0, 8 * size, bits, dtype=kind)
+
+    def decode(blocks: np.ndarray, scale: np.ndarray, bias: np.ndarray) -> Affine:
+        packs = blocks.reshape(len(blocks), -1, size)
+        words = sum(packs[..., i].astype(kind) << kind(8 * i) for i in range(size))
+        codes = (words[..., None] >> shifts & kind((1 << bits) - 1)).astype(np.uint8)
+        return codes.reshape(len(blocks), -1), scale, bias
+    return decode
+
+
+def _expand_affine(decode: Callable[..., Affine]) -> Callable[..., np.ndarray]:
+    def expand_blocks(blocks: np.ndarray, *beside: np.ndarray) -> np.ndarray:
+        codes, scale, minimum = decode(blocks, *beside)
         return codes * scale + minimum
     return expand_blocks
 
@@ -126,14 +141,19 @@ def _expand_bf16(values: np.ndarray) -> np.ndarray:
 
 
 class Codec(NamedTuple):
-    """Elements and bytes of one block, and the decoder of uint8 [blocks, bytes] to values in order."""
+    """Elements and bytes of one block, and the decoder of uint8 [blocks, bytes] to values in order; it also gets the
+    `beside` tensors of `RawTensor.extra`, float32 [blocks, 1] each."""
 
     elements: int
     nbytes: int
-    expand: Callable[[np.ndarray], np.ndarray]
+    expand: Callable[..., np.ndarray]
+    beside: int = 0
 
 
-AFFINE = {"q4_0": _affine_q4_0, "q4_1": _affine_q4_1, "q5_0": _affine_q5_0, "q5_1": _affine_q5_1, "q8_0": _affine_q8_0}
+PACKED = {f"affine{bits}_{group}": (bits, group) for bits in (2, 3, 4, 5, 6, 8) for group in (32, 64, 128)}
+
+AFFINE = {"q4_0": _affine_q4_0, "q4_1": _affine_q4_1, "q5_0": _affine_q5_0, "q5_1": _affine_q5_1, "q8_0": _affine_q8_0,
+          **{name: _affine_packed(bits) for name, (bits, _) in PACKED.items()}}
 
 CODECS = {
     "f64": Codec(1, 8, lambda values: values.view("<f8")),
@@ -150,11 +170,13 @@ CODECS = {
     "q4_k": Codec(256, 144, _expand_q4_k),
     "q5_k": Codec(256, 176, _expand_q5_k),
     "q6_k": Codec(256, 210, _expand_q6_k),
+    **{name: Codec(group, group * bits // 8, _expand_affine(AFFINE[name]), 2)
+       for name, (bits, group) in PACKED.items()},
 }
 
 
-def _blocks(raw: RawTensor) -> tuple[Codec, np.ndarray]:
-    """The codec of a tensor and its bytes as [blocks, bytes of a block]; a view."""
+def _blocks(raw: RawTensor) -> tuple[Codec, list[np.ndarray]]:
+    """The codec of a tensor, its bytes as [blocks, bytes of a block] (a view), and what lies beside as [blocks, 1]."""
     codec = CODECS.get(raw.dtype)
     if codec is None:
         raise Unsupported(f"format {raw.dtype!r} cannot be expanded; known: {', '.join(CODECS)}")
@@ -164,31 +186,40 @@ def _blocks(raw: RawTensor) -> tuple[Codec, np.ndarray]:
         raise ValueError(f"{raw.dtype} tensor of shape {raw.shape}: the last axis is no multiple of {codec.elements}")
     if data.size != count * codec.nbytes:
         raise ValueError(f"{raw.dtype} tensor of shape {raw.shape} takes {count * codec.nbytes} bytes, not {data.size}")
-    return codec, data.reshape(count, codec.nbytes)
+    groups = [(*raw.shape[:-1], raw.shape[-1] // codec.elements)] * codec.beside if codec.beside else []
+    if [extra.shape for extra in raw.extra] != groups:
+        raise ValueError(f"{raw.dtype} tensor of shape {raw.shape} needs beside it {groups or 'nothing'}, not "
+                         f"{[extra.shape for extra in raw.extra]}")
+    return codec, [data.reshape(count, codec.nbytes), *(expand(extra).reshape(-1, 1) for extra in raw.extra)]
 
 
 def expand(raw: RawTensor) -> np.ndarray:
     """The tensor's values as a new float32 array of `raw.shape` (float64 is rounded).
 
-    Raises `Unsupported` for an unknown format, `ValueError` for bytes that do not fit the shape.
+    Raises `Unsupported` for an unknown format, `ValueError` for bytes, or tensors beside, that do not fit the shape.
     """
     codec, blocks = _blocks(raw)
-    out = np.empty((len(blocks), codec.elements), np.float32)
+    out = np.empty((len(blocks[0]), codec.elements), np.float32)
     step = CHUNK // codec.elements
-    for start in range(0, len(blocks), step):
-        part = codec.expand(blocks[start:start + step])
+    for start in range(0, len(out), step):
+        part = codec.expand(*(array[start:start + step] for array in blocks))
         out[start:start + step] = part.reshape(-1, codec.elements)
     return out.reshape(raw.shape)
 
 
 def affine(raw: RawTensor) -> Affine:
-    """Exact view of a format of `AFFINE` as w = scale * code + minimum in groups of 32 along the last axis.
+    """Exact view of a format of `AFFINE` as w = scale * code + minimum in groups along the last axis.
 
-    Returns codes [..., in] (uint8; int8 for q8_0), scale and minimum [..., in / 32] float32. Codes may be a view of
-    the tensor's bytes. Raises `Unsupported` for another format.
+    Returns codes [..., in] (uint8; int8 for q8_0), scale and minimum [..., in / group] float32; `group_size` tells the
+    group. Codes may be a view of the tensor's bytes. Raises `Unsupported` for another format.
     """
     if raw.dtype not in AFFINE:
-        raise Unsupported(f"format {raw.dtype!r} has no affine groups of 32; those that have: {', '.join(AFFINE)}")
-    codes, scale, minimum = AFFINE[raw.dtype](_blocks(raw)[1])
-    groups = (*raw.shape[:-1], raw.shape[-1] // 32)
+        raise Unsupported(f"format {raw.dtype!r} has no affine groups; those that have: {', '.join(AFFINE)}")
+    codes, scale, minimum = AFFINE[raw.dtype](*_blocks(raw)[1])
+    groups = (*raw.shape[:-1], raw.shape[-1] // group_size(raw.dtype))
     return codes.reshape(raw.shape), scale.reshape(groups), minimum.reshape(groups)
+
+
+def group_size(name: str) -> int:
+    """Elements that share a scale and a minimum in a format of `AFFINE`."""
+    return CODECS[name].elements

@@ -1,14 +1,18 @@
-"""Block formats against the `gguf` library's own dequantizer, bit for bit."""
+"""Block formats against the `gguf` library's own dequantizer, bit for bit; affine groups against MLX where it is."""
 from __future__ import annotations
 
 import gguf
 import numpy as np
 import pytest
-from isthmus.core.platform import RawTensor, Unsupported
+from isthmus.core.platform import RawTensor, Unsupported, WeightSpec
+from isthmus.core.quant.formats import FORMATS
 from isthmus.platforms import expand as module
-from isthmus.platforms.expand import AFFINE, CODECS, affine, expand
+from isthmus.platforms.expand import AFFINE, CODECS, PACKED, affine, expand, group_size
+from isthmus.platforms.experts import by_expert
 
-BLOCKS = [name for name, codec in CODECS.items() if codec.elements > 1]
+from .tiny_mlx import packed
+
+BLOCKS = [name for name, codec in CODECS.items() if codec.elements > 1 and not codec.beside]
 
 
 def random_bytes(name: str, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
@@ -62,7 +66,7 @@ def test_bf16_is_the_upper_half_of_float32() -> None:
     np.testing.assert_array_equal(expand(RawTensor("bf16", (4,), upper.astype("<u2").tobytes())), expected)
 
 
-@pytest.mark.parametrize("name", AFFINE)
+@pytest.mark.parametrize("name", [name for name in AFFINE if name not in PACKED])
 def test_affine_view_is_exact(name: str) -> None:
     shape = (3, 5, 96)
     blocks = random_bytes(name, shape, seed=2).reshape(-1, CODECS[name].nbytes)
@@ -77,6 +81,48 @@ def test_affine_view_is_exact(name: str) -> None:
     np.testing.assert_array_equal(got.reshape(shape), library_values(name, blocks.reshape(-1), shape))
 
 
+@pytest.mark.parametrize("name", PACKED)
+def test_affine_groups_of_mlx(name: str) -> None:
+    bits, group = PACKED[name]
+    draw = np.random.default_rng(bits)
+    codes = draw.integers(0, 1 << bits, (2, 3, 256))
+    scale, bias = (draw.normal(size=(2, 3, 256 // group)).astype(np.float32) for _ in "sb")
+    raw = packed(name, codes, scale, bias)
+    assert FORMATS[name].block == group == group_size(name) and FORMATS[name].block_bytes * 8 == group * bits
+    for got, want in zip(affine(raw), (codes, scale, bias), strict=True):
+        np.testing.assert_array_equal(got, want)
+    values = codes * np.repeat(scale, group, -1) + np.repeat(bias, group, -1)
+    np.testing.assert_allclose(expand(raw), values, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_equals_mlx(name: str) -> None:
+    mx = pytest.importorskip("mlx.core", reason="mlx is not installed here")
+    bits, group = PACKED[name]
+    values = np.random.default_rng(0).normal(size=(6, 256)).astype(np.float32)
+    codes, scale, bias = mx.quantize(mx.array(values), group, bits)
+    beside = [RawTensor("f32", part.shape, np.array(part).view(np.uint8).reshape(-1)) for part in (scale, bias)]
+    got = expand(RawTensor(name, values.shape, np.array(codes).view(np.uint8).reshape(-1), tuple(beside)))
+    np.testing.assert_allclose(got, np.array(mx.dequantize(codes, scale, bias, group, bits)), rtol=0, atol=1e-6)
+
+
+def test_experts_one_by_one_whichever_way_they_are_kept() -> None:
+    draw = np.random.default_rng(0)
+    parts = [(draw.integers(0, 16, (3, rows, 64)), *(draw.normal(size=(3, rows, 2)).astype("f4") for _ in "sb"))
+             for rows in (8, 4)]
+    stacked = [packed("affine4_32", *part) for part in parts]
+    single = [packed("affine4_32", *(field[e] for field in part)) for e in range(3) for part in parts]
+    for raws, experts in ((stacked, 3), (stacked, 0), (single, 3)):
+        split = by_expert(raws, WeightSpec(("w",), "experts", None, experts))
+        assert [len(expert) for expert in split] == [2, 2, 2]
+        for number, expert in enumerate(split):
+            for got, whole in zip(expert, stacked, strict=True):
+                np.testing.assert_array_equal(expand(got), expand(whole)[number])
+    for raws, experts in ((stacked, 4), (single, 4), (single, 0), (stacked + single, 3), ([], 3)):
+        with pytest.raises(ValueError, match=f"{len(raws)} tensors.*no parts of {experts} experts"):
+            by_expert(raws, WeightSpec(("w",), "experts", None, experts))
+
+
 def test_the_result_owns_its_memory() -> None:
     data = np.zeros(4, np.float32)
     got = expand(RawTensor("f32", (4,), data.view(np.uint8)))
@@ -87,6 +133,9 @@ def test_the_result_owns_its_memory() -> None:
 @pytest.mark.parametrize("raw, words", [
     (RawTensor("q8_0", (2, 32), np.zeros(67, np.uint8)), "68 bytes, not 67"),
     (RawTensor("q4_0", (2, 16), np.zeros(18, np.uint8)), "multiple of 32"),
+    (RawTensor("affine4_32", (2, 64), np.zeros(64, np.uint8)), r"beside it \[\(2, 2\), \(2, 2\)\], not \[\]"),
+    (packed("affine4_64", np.zeros((2, 64), int), np.zeros((2, 1)), np.zeros((2, 2))), r"\(2, 1\).*not.*\(2, 2\)"),
+    (RawTensor("f32", (1,), np.zeros(4, np.uint8), (RawTensor("f32", (1,), np.zeros(4, np.uint8)),)), "nothing, not"),
 ])
 def test_bytes_must_fit_the_shape(raw: RawTensor, words: str) -> None:
     with pytest.raises(ValueError, match=words):

@@ -1,7 +1,7 @@
 """Storage formats of tensors: how many values share a block and how many bytes it takes. Nothing is computed here.
 
-Sources: ggml's block layouts (`ggml-common.h`) and the GGUF document for quantized types; the safetensors format
-document for plain ones. Every multi-byte field is little-endian.
+Sources: ggml's block layouts (`ggml-common.h`) and the GGUF document for block formats; `mlx.core.quantize` for affine
+groups; the safetensors format document for plain types. Every multi-byte field is little-endian.
 """
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ class Format(NamedTuple):
     block:       values that are stored together along the last axis; 1 for plain types.
     block_bytes: bytes of one block.
     bits:        bits of one stored code, without scales and minima.
-    kind:        "float" and "int" are plain numbers; "quantized" blocks carry their scales.
+    kind:        "float" and "int" are plain numbers; "quantized" blocks carry their scales, or have them beside.
+    beside:      names of the tensors, one value for each block, that the format keeps beside its codes.
     """
 
     name: str
@@ -26,10 +27,17 @@ class Format(NamedTuple):
     block_bytes: int
     bits: int
     kind: Kind
+    beside: tuple[str, ...] = ()
 
 
 def _plain(kind: Kind, bits: int, *names: str) -> list[Format]:
     return [Format(name, 1, bits // 8, bits, kind) for name in names]
+
+
+def _affine(bits: int) -> list[Format]:
+    """Groups of MLX: w = scale * code + bias. The codes of a row are one stream of bits, the lowest first."""
+    return [Format(f"affine{bits}_{group}", group, group * bits // 8, bits, "quantized", ("scales", "biases"))
+            for group in (32, 64, 128)]
 
 
 FORMATS: dict[str, Format] = {f.name: f for f in [
@@ -45,6 +53,7 @@ FORMATS: dict[str, Format] = {f.name: f for f in [
     Format("q4_k", 256, 144, 4, "quantized"),   # 8 groups of 32 with 6-bit scales and minima under f16 d and dmin
     Format("q5_k", 256, 176, 5, "quantized"),   # q4_k and 256 high bits
     Format("q6_k", 256, 210, 6, "quantized"),   # 16 groups of 16 with int8 scales under f16 d; w = d * s * (q - 32)
+    *_affine(2), *_affine(3), *_affine(4), *_affine(5), *_affine(6), *_affine(8),
 ]}
 
 GGUF_TYPES: dict[int, str] = {
@@ -66,7 +75,7 @@ SAFETENSORS_TYPES: dict[str, str] = {
 
 
 def nbytes(dtype: str, shape: Sequence[int]) -> int:
-    """Bytes of a tensor of logical `shape` (last axis contiguous) in format `dtype`.
+    """Bytes of a tensor of logical `shape` (last axis contiguous) in format `dtype`, without the tensors beside it.
 
     Raises ValueError for an unknown format, a negative size, or a last axis that is no multiple of the block length.
     """
