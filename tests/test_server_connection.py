@@ -33,7 +33,7 @@ def live():
     thread.start()
     while not made.server.started:
         time.sleep(0.01)
-    made.address = sock.getsockname()
+    made.address, made.socket = sock.getsockname(), sock
     yield made
     made.server.should_exit = True
     thread.join(10)
@@ -232,6 +232,76 @@ def test_pipelined_requests_are_all_answered(live, impatient):
         data = b""
         while data.count(b"HTTP/1.1 200") < 20:
             data += client.recv(65536)
+
+
+# ---- what the client does not take
+
+@pytest.fixture
+def talkative(live, monkeypatch):
+    """Long answers, small buffers in the kernel, and little patience with those who do not read."""
+    monkeypatch.setattr(connection, "STALL_S", 0.4)
+    monkeypatch.setattr(live.client, "burst", True)
+    monkeypatch.setitem(live.client.info, "max_model_len", 50_000)
+    monkeypatch.setattr(live.client, "aborts", [])
+    before = live.socket.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+    live.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)
+    until(lambda: not live.server.server_state.connections)
+    yield live
+    live.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, before // 2)
+
+
+def ask_and_leave_unread(live, tokens: int, stream: bool) -> socket.socket:
+    body = json.dumps({"prompt": "x", "max_tokens": tokens, "ignore_eos": True, "stream": stream,
+                       "logprobs": 1}).encode()
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 16384)
+    client.settimeout(5)
+    client.connect(live.address)
+    client.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+    return client
+
+
+def rest_of(client: socket.socket) -> bytes:
+    answer = b""
+    try:
+        while data := client.recv(65536):
+            answer += data
+    except ConnectionError:
+        pass
+    return answer
+
+
+def test_a_stream_that_nobody_reads_is_ended(talkative, caplog):
+    began = time.monotonic()
+    with caplog.at_level("INFO", logger="isthmus.core.server.connection"):
+        with ask_and_leave_unread(talkative, 20_000, True) as client:
+            until(lambda: talkative.client.aborts)
+            assert time.monotonic() - began >= 0.4
+            until(lambda: not talkative.server.server_state.connections)
+            assert b"[DONE]" not in rest_of(client) and talkative.client.waiting == 0
+    assert "bytes to read has read none for 0.4 s" in caplog.text
+
+
+def test_a_buffered_answer_that_nobody_reads_is_thrown_away(talkative):
+    with ask_and_leave_unread(talkative, 5_000, False) as client:
+        until(lambda: talkative.client.submits[-1].params.max_tokens == 5_000 and not talkative.client.waiting)
+        assert len(talkative.server.server_state.connections) == 1
+        until(lambda: not talkative.server.server_state.connections)
+        assert len(rest_of(client)) < 2**16
+
+
+def test_a_slow_reader_gets_everything(talkative):
+    with ask_and_leave_unread(talkative, 20_000, True) as client:
+        answer, began = b"", time.monotonic()
+        while time.monotonic() < began + 1.4:  # more than three times as long as nothing may be read
+            time.sleep(0.05)
+            answer += client.recv(4096)
+        assert b"[DONE]" not in answer
+        while b"[DONE]" not in answer:
+            data = client.recv(65536)
+            assert data, "it was cut"
+            answer += data
+    assert talkative.client.aborts == []
 
 
 # ---- number

@@ -1,7 +1,9 @@
-"""One client's connection, bounded before there is a request: its number, its silence and the size of its head."""
+"""One client's connection, bounded before there is a request (its number, its silence, the size of its head) and while
+there is an answer (what the client does not take)."""
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
@@ -12,6 +14,9 @@ MAX_CONNECTIONS = 4096
 SPARE_FILES = 100    # descriptors that are not connections
 MAX_HEAD = 65536     # bytes of an unfinished head, and of anything else that does not end
 PATIENCE_S = 30.0    # for a whole head, and for each next piece of a body
+STALL_S = 60.0       # for a client to take some of what waits to be sent to it
+
+log = logging.getLogger(__name__)
 
 
 def most_connections() -> int:
@@ -28,7 +33,8 @@ class Connection(HttpToolsProtocol):
     """uvicorn's protocol, which by itself waits for ever and takes heads of any size.
 
     A step is a complete head, a piece of a body or its end. What comes without a step is counted in bytes, and while
-    the server waits for the client the next step must come in time.
+    the server waits for the client the next step must come in time. When more waits to be sent than the transport's
+    limit, nothing is added until the client has taken it, which it must go on doing.
     """
 
     def __init__(self, *arguments: Any, **more: Any):
@@ -36,6 +42,8 @@ class Connection(HttpToolsProtocol):
         self._stepped = False
         self._bytes = 0  # received since the last step
         self._deadline: asyncio.TimerHandle | None = None
+        self._stall: asyncio.TimerHandle | None = None
+        self._unsent = 0  # bytes that waited to be sent when the client last took some
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -47,7 +55,16 @@ class Connection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
+        self._stop_stall()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_stall()
+
+    def resume_writing(self) -> None:
+        self._stop_stall()
+        super().resume_writing()
 
     def data_received(self, data: bytes) -> None:
         self._stepped = False
@@ -95,6 +112,23 @@ class Connection(HttpToolsProtocol):
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
+
+    def _watch_stall(self) -> None:
+        self._unsent = self.transport.get_write_buffer_size()
+        self._stall = self.loop.call_later(STALL_S, self._stalled)
+
+    def _stop_stall(self) -> None:
+        if self._stall is not None:
+            self._stall.cancel()
+            self._stall = None
+
+    def _stalled(self) -> None:
+        """The end of a client that reads nothing, and with it of its request; a slow one is waited for again."""
+        if self.transport.get_write_buffer_size() < self._unsent:
+            self._watch_stall()
+        else:
+            log.info("a client with %d bytes to read has read none for %g s: closed", self._unsent, STALL_S)
+            self.transport.abort()
 
     def _too_late(self) -> None:
         if self.flow.read_paused:  # the application has not taken what has come
