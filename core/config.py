@@ -115,7 +115,7 @@ class ServerSettings:
                               least=0)
     log_level: str = setting("info", "least important messages that are printed",
                              choices=("debug", "info", "warning", "error"))
-    log_format: str = setting("text", "form of the messages on standard error", choices=("text", "json"))
+    log_format: str = setting("text", "form of all that the server writes on standard error", choices=("text", "json"))
 
 
 @dataclass(frozen=True)

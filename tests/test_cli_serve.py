@@ -5,6 +5,7 @@ import asyncio
 import http.client
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -107,23 +108,24 @@ def test_a_signal_drains_and_an_engine_that_dies_meanwhile_is_told(monkeypatch, 
 class Serving:
     """`isthmus serve` in a process of its own, from its ready banner on. `before` is Python that runs there first."""
 
-    def __init__(self, *words: str, temporary, delay_ms=5, before=""):
+    def __init__(self, *words: str, temporary, delay_ms=5, before="", **environment):
         code = f"import sys\n{before}\nfrom isthmus.core.cli.main import main\nsys.exit(main())"
         self.process = subprocess.Popen(
             [sys.executable, "-c", code, "serve", *words, "--platform", "null", "--port", "0",
-             "--platform-option", f"delay_ms={delay_ms}"], stderr=subprocess.PIPE, text=True,
-            env={**os.environ, "TMPDIR": str(temporary)})
+             "--platform-option", f"delay_ms={delay_ms}"], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            env={**os.environ, "TMPDIR": str(temporary), **environment})
 
     def __enter__(self):
         self.lines = []
         self.wait_for(" is ready after ")
-        self.address = self.lines[-1].split("http://")[1].strip()
+        self.address = re.search(r"http://([\w.:]+)", self.lines[-1])[1]
         self.children = psutil.Process(self.process.pid).children()
         return self
 
     def __exit__(self, *_):
         self.process.kill()
         self.process.stderr.close()
+        self.process.stdout.close()
         self.process.wait()
 
     def wait_for(self, words: str) -> None:
@@ -201,6 +203,86 @@ def test_whoever_waits_for_a_stopped_worker_is_answered_at_the_end(tiny, tmp_pat
         waiting.join(5)
         assert answers[0].status == 200 and json.loads(answers[0].read())["stats"] == {}
         assert not any("Traceback" in line for line in server.rest())
+
+
+# ---- JSON
+
+
+def records(lines: list[str]) -> list[dict]:
+    """What a log collector reads."""
+    found = [json.loads(line) for line in lines]
+    assert all({"time", "level", "logger", "message"} <= record.keys() for record in found)
+    return found
+
+
+@pytest.mark.parametrize("words", [[], ["--in-process"]])
+def test_with_json_logging_every_line_is_an_object(tiny, words, tmp_path):
+    """Also what is no log message: warnings and choices at start, progress, the banner, the end."""
+    with Serving(tiny, *words, "--log-format", "json", temporary=tmp_path, before="import warnings\n" + WARNING,
+                 ISTHMUS_DEBUG="1", ISTHMUS_POTR="1") as server:
+        server.stream(3).read()
+        stream = server.stream(100)
+        server.process.send_signal(signal.SIGTERM)
+        server.wait_for("may take 30 s to finish")
+        stream.read()
+        assert server.process.wait(10) == 0
+        found = records([*server.lines, *server.rest()])
+        assert server.process.stdout.read() == ""
+    said = {record["message"]: record for record in found}
+    banner = next(record for message, record in said.items() if " is ready after " in message)
+    assert banner["message"].startswith("isthmus ") and banner["level"] == "info"
+    assert banner["details"][0].startswith("model ") and any("curl http" in line for line in banner["details"])
+    for start in ("ISTHMUS_POTR", "--log-format json", "stopping; 1 running request", "stopped", "load weights",
+                  "POST /v1/completions 200"):
+        assert any(message.startswith(start) for message in said), start
+    assert any("odd" in message for message in said)
+
+
+WARNING = """
+import isthmus.core.cli.serve as serve
+plain = serve.run
+serve.run = lambda *given: (warnings.warn("odd"), plain(*given))[1]
+"""
+
+
+@pytest.mark.parametrize("words, reason", [
+    (["--max-model-len", "99999"], "99999"), (["--kv-cache-memory", "1KiB"], "too few to serve"),
+    (["--port", "TAKEN"], "is in use"), (["--model", "/no/such"], "/no/such")])
+def test_with_json_logging_a_failure_is_told_in_objects(tiny, words, reason, tmp_path):
+    """With the tracebacks that ISTHMUS_DEBUG promises, the workers' too."""
+    with listen("127.0.0.1", 0) as taken:
+        words = [word.replace("TAKEN", str(taken.getsockname()[1])) for word in words]
+        done = subprocess.run(
+            [sys.executable, "-m", "isthmus.core.cli.main", "serve", "--model", tiny, "--platform", "null", "--port",
+             "0", "--log-format", "json", *words], capture_output=True, text=True, timeout=60,
+            env={**os.environ, "TMPDIR": str(tmp_path), "ISTHMUS_DEBUG": "1"})
+    found = records(done.stderr.splitlines())
+    assert done.returncode == 2 and done.stdout == ""
+    assert found[-1]["level"] == "error" and reason in found[-1]["message"]
+    assert any("Traceback" in record.get("error", "") for record in found)
+
+
+def test_with_json_logging_uncaught_errors_are_objects(tmp_path):
+    code = """
+import logging, sys, threading, warnings
+from isthmus.core.config import ServerSettings
+from isthmus.core.logs import announce, set_up_logging
+set_up_logging(ServerSettings(log_format="json", log_level="error"))
+announce("isthmus: at every level")
+class Odd:
+    def __del__(self):
+        raise KeyError("in del")
+Odd()
+thread = threading.Thread(target=lambda: 1 / 0)
+thread.start()
+thread.join()
+raise OSError("at the end")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    found = records(done.stderr.splitlines())
+    assert [record["message"] for record in found] == [
+        "at every level", "KeyError: 'in del'", "ZeroDivisionError: division by zero", "OSError: at the end"]
+    assert all("Traceback" in record["error"] for record in found[1:]) and done.returncode == 1
 
 
 SOON = "import isthmus.core.cli.serve as serve; serve.DEAD_S = 1.5\n"

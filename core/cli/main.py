@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -9,6 +10,7 @@ from pathlib import Path
 
 from ..env import debug_level
 from ..errors import ConfigError, IsthmusError
+from ..logs import announce, set_up_logging
 from .parser import build_parser, find_command, given_settings, overview
 from .settings import Resolved, check_platform, list_settings, resolve, shown, unknown_variables
 
@@ -29,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         if debug_level():
             sys.excepthook(type(error), error, error.__traceback__)
-        print(f"isthmus: {error}", file=sys.stderr)
+        announce(f"isthmus: {error}", logging.ERROR)
         return USAGE
 
 
@@ -46,7 +48,7 @@ def _show_origins(resolved: Resolved) -> None:
     for name, origin in resolved.origin.items():
         if origin != "default":
             setting = list_settings()[name]
-            print(f"isthmus: {setting.flag} {shown(resolved.config, setting)} ({origin})", file=sys.stderr)
+            announce(f"isthmus: {setting.flag} {shown(resolved.config, setting)} ({origin})")
 
 
 def _run(argv: list[str]) -> int:
@@ -65,12 +67,14 @@ def _run(argv: list[str]) -> int:
     arguments = parser.parse(argv[1:])
     resolved = None
     if command.groups:
-        for warning in unknown_variables(os.environ):
-            print(f"isthmus: {warning}", file=sys.stderr)
         file = Path(arguments.config) if arguments.config else None
         if file and not file.is_file():
             raise ConfigError(f"--config {file}: there is no such file")
         resolved = resolve(given_settings(arguments), os.environ, file)
+        if command.name == "serve":
+            set_up_logging(resolved.config.server)
+        for warning in unknown_variables(os.environ):
+            announce(f"isthmus: {warning}", logging.WARNING)
         if debug_level():
             _show_origins(resolved)
         if "model" in command.groups:  # the other, doctor, tells about a platform that is not there

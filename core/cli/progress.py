@@ -5,6 +5,8 @@ import sys
 import time
 from typing import TextIO
 
+from ..logs import announce
+
 BYTES = 1_000_000  # from this total on, numbers are taken for bytes
 
 
@@ -41,7 +43,7 @@ class ProgressLine:
         if self._bar is None:
             if fresh:
                 amount = f", {size(total)}" if total and total >= BYTES else ""
-                print(f"isthmus: {stage}{amount} ...", file=self.stream, flush=True)
+                announce(f"isthmus: {stage}{amount} ...", stream=self.stream)
             return
         if fresh and self._task is not None:
             self._bar.remove_task(self._task)

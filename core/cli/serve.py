@@ -6,16 +6,16 @@ import asyncio
 import contextlib
 import errno
 import json
+import logging
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
 from ..config import Config
 from ..errors import ConfigError
-from ..logs import set_up_logging
+from ..logs import announce
 from .banner import banner, base_url, count
 from .parser import add_model_argument
 from .progress import ProgressLine
@@ -46,7 +46,6 @@ def run(arguments: argparse.Namespace, resolved: Resolved) -> int:
     """Serve until a signal, then drain; 0 after an orderly end, 1 when the engine died."""
     config = resolved.config
     listener = listen(config.server.host, config.server.port)
-    set_up_logging(config.server)
     try:
         import uvloop
         runner = uvloop.run
@@ -54,14 +53,8 @@ def run(arguments: argparse.Namespace, resolved: Resolved) -> int:
         runner = asyncio.run
     code = runner(_serve(config, listener))
     if code == 0:
-        tell("stopped")
+        announce("isthmus: stopped")
     return code
-
-
-def tell(message: str) -> None:
-    """One line for whoever watches the server; on a terminal it covers the ^C of a Ctrl-C."""
-    start = "\r" if sys.stderr.isatty() else ""
-    print(f"{start}isthmus: {message}", file=sys.stderr, flush=True)
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -160,7 +153,7 @@ async def _serve(config: Config, listener: socket.socket) -> int:
     serving = asyncio.create_task(http.serve(sockets=[listener]))
     client = None
     try:
-        with ProgressLine() as line:
+        with ProgressLine(live=False if config.server.log_format == "json" else None) as line:
             def progress(name: str, done: int, total: int | None) -> None:
                 stage[0] = f"{name} {100 * done // total}%" if total else name
                 line(name, done, total)
@@ -183,8 +176,7 @@ async def _serve(config: Config, listener: socket.socket) -> int:
         url = base_url(*listener.getsockname()[:2])
         async with app.router.lifespan_context(app):
             gate.app = app
-            print(banner(client.info, config, url, time.monotonic() - began, text, platform_warning(client.info)),
-                  file=sys.stderr, flush=True)
+            announce(banner(client.info, config, url, time.monotonic() - began, text, platform_warning(client.info)))
             code = await until_end(client, config.server.drain_timeout, signals)
             await client.close()  # who still waits for the engine is answered now
             http.should_exit = True
@@ -209,20 +201,21 @@ async def until_end(client: Any, drain_timeout: float, signals: Signals) -> int:
     """Wait for a signal and drain: exit code 0. If the engine dies instead, tell clients and probes for a while: 1."""
     died = asyncio.ensure_future(client.died.wait())
     if await until(died, signals.first):
-        tell(f"the engine is gone: {client.health()[1]}. The server ends with exit code {FAILED} in {DEAD_S:g} s")
+        announce(f"isthmus: the engine is gone: {client.health()[1]}. The server ends with exit code {FAILED} in "
+                 f"{DEAD_S:g} s", logging.ERROR)
         await until(asyncio.ensure_future(asyncio.sleep(DEAD_S)), signals.first)
         return FAILED
     await _drain(client, drain_timeout, signals)
     if client.died.is_set():
-        tell(f"the engine is gone: {client.health()[1]}")
+        announce(f"isthmus: the engine is gone: {client.health()[1]}", logging.ERROR)
         return FAILED
     return 0
 
 
 async def _drain(client: Any, timeout: float, signals: Signals) -> None:
     if client.waiting:
-        tell(f"stopping; {count(client.waiting, 'running request')} may take {timeout:g} s to finish, a second signal "
-             "ends them now")
+        announce(f"isthmus: stopping; {count(client.waiting, 'running request')} may take {timeout:g} s to finish, "
+                 "a second signal ends them now")
     draining = asyncio.create_task(client.drain(timeout))
     if not await until(draining, signals.second):
         await client.drain(0)

