@@ -73,7 +73,7 @@ def load_platform(name: str, options: Mapping[str, str] | None = None) -> Any:
         else:
             candidate = importlib.import_module(f"{__package__.rpartition('.')[0]}.platforms.{name}.platform").Platform
     except Exception as error:  # a broken library may raise anything while it is imported
-        reason = str(error) if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
+        reason = str(error) if isinstance(error, ImportError | Unavailable) else f"{type(error).__name__}: {error}"
         raise Unavailable(f"platform {name!r}: {reason}") from error
     check_platform(name, candidate)
     return candidate(dict(options or {}))

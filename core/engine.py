@@ -14,10 +14,10 @@ from . import startup
 from .cache.manager import CacheManager
 from .config import Config
 from .env import debug_level
+from .manifests import missing_features
 from .messages import FinishReason, SamplingParams, Submit, TokenOutput, pack_ids
-from .models.loader import LoadedModel
 from .plan import Out
-from .platform import Manifest, Step
+from .platform import Step
 from .scheduler.admission import Limits
 from .scheduler.batch import build_batch
 from .scheduler.scheduler import Plan, Scheduler
@@ -79,8 +79,7 @@ class EngineCore:
         self._steps: dict[Bucket | None, Step] = {}
         self._flight: tuple[Plan, Out] | None = None
         self.cache = CacheManager(sizes.pages, sizes.page_size, config.cache.eviction_policy, config.cache.prefix_cache)
-        self.scheduler = Scheduler(_limits(config, loaded.model, loaded.manifest, sizes), self.cache,
-                                   config.scheduler.schedule_policy)
+        self.scheduler = Scheduler(_limits(config, loaded), self.cache, config.scheduler.schedule_policy)
         self.steps = 0
         self.info = _info(config, loaded, time.monotonic() - began)
         self._warm_up()
@@ -200,11 +199,12 @@ class EngineCore:
                 "page_size": self._page_size}
 
 
-def _limits(config: Config, model: LoadedModel, manifest: Manifest, sizes: startup.Sizes) -> Limits:
-    s = config.scheduler
+def _limits(config: Config, loaded: startup.Loaded) -> Limits:
+    s, sizes, model, manifest = config.scheduler, loaded.sizes, loaded.model.config, loaded.manifest
     return Limits(sizes.max_running, s.max_queued_requests, sizes.chunk, sizes.page_size, sizes.max_model_len,
-                  model.config.vocab_size, model.config.eos_ids, max_top_logprobs=manifest.max_top_logprobs,
-                  waiting_timeout=s.waiting_timeout, running_timeout=s.running_timeout)
+                  model.vocab_size, model.eos_ids, max_top_logprobs=manifest.max_top_logprobs,
+                  waiting_timeout=s.waiting_timeout, running_timeout=s.running_timeout, platform=manifest.name,
+                  lacks=missing_features(loaded.platform, manifest))
 
 
 def _info(config: Config, loaded: startup.Loaded, seconds: float) -> EngineInfo:

@@ -73,6 +73,8 @@ def load(config: Config, progress: Progress | None = None) -> Loaded:
     overlap = config.scheduler.overlap and "overlap" in manifest.features
     if config.scheduler.overlap and not overlap:
         notes.append(f"overlap is off: {manifest.name} finishes each step before the next can be launched")
+    if "penalties" not in manifest.features and sampling.pop("repetition_penalty", None):
+        notes.append(f"the model's recommended repetition penalty is left out: {manifest.name} has no penalties")
     return Loaded(platform, manifest, reason, path, model, dtype, sizes, overlap, sampling, tuple(notes))
 
 

@@ -5,7 +5,7 @@ import argparse
 import json
 import os
 import platform as machine
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -79,6 +79,7 @@ def _platforms(settings: PlatformSettings) -> dict[str, Any]:
         found[asked] = {"available": False, "reason": f"not installed{suggest(asked, found)}"}
     elif asked and options:
         found[asked] = _finding(_probe(asked, options))
+    _add_offers(found)
     usable = [name for name, entry in found.items() if entry["available"] and asked in (None, name)]
     chosen = max(usable, key=lambda name: (found[name]["rank"], name), default=None)
     return {"platforms": found, "asked": asked, "chosen": chosen, "problem": None}
@@ -103,6 +104,16 @@ def _finding(answer: Any) -> dict[str, Any]:
             "memory_free": answer.memory_free, "details": dict(answer.details)}
 
 
+def _add_offers(found: Mapping[str, dict[str, Any]]) -> None:
+    """What each platform that cannot run here would offer, by its manifest file."""
+    import msgspec
+
+    from ..manifests import Claim, read_claims
+    for name, claim in read_claims().items():
+        if name in found and not found[name]["available"] and isinstance(claim, Claim):
+            found[name]["offers"] = msgspec.to_builtins(claim)
+
+
 def lines(report: dict[str, Any]) -> list[str]:
     """The report for people, twenty lines at most."""
     memory = report["memory"]
@@ -116,6 +127,9 @@ def lines(report: dict[str, Any]) -> list[str]:
     if missing := [n for n, v in libraries.items() if not v]:
         out.append(f"not installed, and needed only by platforms that compute with them: {', '.join(missing)}")
     out.append(f"downloads are kept in {report['cache']} (ISTHMUS_CACHE)")
+    absent = [name for name, entry in report["platforms"].items() if "offers" in entry]
+    if absent:
+        out.append(f"what one that cannot run here would offer: isthmus explain --platform {absent[0]}")
     return [*out, _verdict(report)]
 
 
@@ -130,11 +144,16 @@ def _platform_lines(report: dict[str, Any]) -> list[str]:
             mark = "*" if name == report["chosen"] else "+"
             text = f"{entry['device']}; {', '.join(entry['dtypes'])}; {size(entry['memory_free'])} free{_limits(entry)}"
         else:
-            mark, text = "-", entry["reason"].removeprefix(f"platform {name!r}: ")[:MAX_REASON]
+            mark, text = "-", _offered(entry) + entry["reason"].removeprefix(f"platform {name!r}: ")[:MAX_REASON]
         out.append(f"  {mark} {name:{width}}  {text}{' (asked for)' if name == asked else ''}")
     if len(names) > MAX_PLATFORMS:
         out.append(f"    and {len(names) - MAX_PLATFORMS} more: isthmus doctor --json")
     return out
+
+
+def _offered(entry: dict[str, Any]) -> str:
+    offers = entry.get("offers")
+    return f"for {offers['devices']}, {', '.join(offers['compute_dtypes'])}; not here: " if offers else ""
 
 
 def _limits(entry: dict[str, Any]) -> str:

@@ -5,6 +5,9 @@ import argparse
 import json
 import os
 
+import msgspec
+
+from .. import manifests
 from ..config import Config
 from ..env import VARIABLES, cache_dir
 from ..errors import IsthmusError
@@ -23,13 +26,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, resolved: Resolved) -> int:
     """0, or 2 when the settings cannot work on this machine; the reason is among the decisions."""
     made, failed = decisions(resolved.config)
+    claim = _claim(resolved.config, made)
     settings = list_settings().values()
     if arguments.json:
         values = {s.name: {"group": s.group, "set_by": resolved.origin[s.name], "variable": s.variable,
                            "value": "(hidden)" if s.name in SECRET and value_of(resolved.config, s) is not None
                            else value_of(resolved.config, s)} for s in settings}
         print(json.dumps({"settings": values, "environment": {name: os.environ.get(name) for name in VARIABLES},
-                          "decisions": [{"what": w, "value": v, "why": y} for w, v, y in made]}, ensure_ascii=False))
+                          "decisions": [{"what": w, "value": v, "why": y} for w, v, y in made],
+                          "manifest": claim if claim is None else msgspec.to_builtins(claim)}, ensure_ascii=False))
         return 2 if failed else 0
     width = max(len(s.flag) for s in settings)
     wide = max(len(shown(resolved.config, s)) for s in settings)
@@ -42,10 +47,23 @@ def run(arguments: argparse.Namespace, resolved: Resolved) -> int:
     print("environment")
     for name, meaning in VARIABLES.items():
         print(f"  {name:{width}}  {shown_variable(name):{wide}}  {meaning}")
+    if claim is not None:
+        print("manifest: what the platform offers at its best, wherever it runs")
+        for what, value in manifests.lines(claim):
+            print(f"  {what:{width}}  {value}")
     print("decisions")
     for what, value, why in made:
         print(f"  {what:{width}}  {value}" + (f"  ({why})" if why else ""))
     return 2 if failed else 0
+
+
+def _claim(config: Config, made: list[tuple[str, str, str]]) -> manifests.Claim | None:
+    """The manifest file of the platform asked for, or else of the one chosen."""
+    name = config.platform.platform
+    if name == "auto":
+        name = next((value for what, value, _ in made if what == "platform"), "")
+    claim = manifests.read_claims().get(name)
+    return claim if isinstance(claim, manifests.Claim) else None
 
 
 def shown_variable(name: str) -> str:

@@ -1,10 +1,17 @@
 """What a scheduler may do, and which requests can never run."""
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from ..errors import RequestError
-from ..messages import Submit, unpack_ids
+from ..messages import SamplingParams, Submit, unpack_ids
+
+# What a request asks of the platform with any other value than the default: parameter -> word of `platform.FEATURES`.
+ASKS = {"logprobs": "logprobs", "prompt_logprobs": "logprobs", "repetition_penalty": "penalties",
+        "presence_penalty": "penalties", "frequency_penalty": "penalties", "logit_bias": "logit_bias",
+        "min_tokens": "logit_bias"}  # min_tokens bans the stop ids
+_PLAIN = SamplingParams()
 
 
 @dataclass(frozen=True)
@@ -13,7 +20,7 @@ class Limits:
 
     max_running: requests on the device.  max_queued: requests waiting.  chunk: prompt tokens in one step.
     max_model_len: prompt plus output of one request, in tokens.  score_rows: prompt tokens scored in one step.
-    waiting_timeout, running_timeout: seconds.
+    waiting_timeout, running_timeout: seconds.  lacks: features that the platform `platform` has not, with its reasons.
     """
 
     max_running: int
@@ -27,6 +34,8 @@ class Limits:
     max_top_logprobs: int = 20
     waiting_timeout: float = 600.0
     running_timeout: float = 3600.0
+    platform: str = "the platform"
+    lacks: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def max_pages(self) -> int:
@@ -43,6 +52,10 @@ def check_request(submit: Submit, limits: Limits) -> int:
     if low < 0 or high >= limits.vocab_size:
         bad = low if low < 0 else high
         raise RequestError(f"token id {bad} is outside the vocabulary of {limits.vocab_size}", param="prompt")
+    for name, feature in ASKS.items():
+        if feature in limits.lacks and getattr(params, name) != getattr(_PLAIN, name):
+            raise RequestError(f"{name} is not available on {limits.platform}: {limits.lacks[feature]}", param=name,
+                               code="unsupported_parameter")
     for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
         for token in ids:
             if not 0 <= token < limits.vocab_size:
@@ -51,7 +64,8 @@ def check_request(submit: Submit, limits: Limits) -> int:
     for name in ("logprobs", "prompt_logprobs"):
         asked = getattr(params, name)
         if asked is not None and not 0 <= asked <= limits.max_top_logprobs:
-            raise RequestError(f"{name} {asked} is outside 0 to {limits.max_top_logprobs}", param=name)
+            raise RequestError(f"{name} {asked} is outside 0 to {limits.max_top_logprobs}, the most that "
+                               f"{limits.platform} gives", param=name)
     if params.max_tokens < 0:
         raise RequestError(f"max_tokens {params.max_tokens} is below 0", param="max_tokens")
     room = limits.max_model_len - len(prompt)

@@ -3,7 +3,7 @@
 Its "model" is a hash: the next token is a function of every token in the row's context, read back through the page
 table. A page that was lost, shared wrongly or overwritten therefore changes the text, and `next_token` says what is
 right. It also checks every number of a batch. Options: check=0 skips the checks and answers in constant time;
-delay_ms=5 makes each step take that long.
+delay_ms=5 makes each step take that long; lacks=logprobs+penalties leaves features out.
 """
 from __future__ import annotations
 
@@ -75,19 +75,23 @@ class Platform:
     interface_version = INTERFACE_VERSION
 
     def __init__(self, options: Mapping[str, str]):
-        check_options("null", options, ("check", "delay_ms", "vocab"))
+        check_options("null", options, ("check", "delay_ms", "vocab", "lacks"))
         self._check = options.get("check", "1") != "0"
         self._delay = _number(options, "delay_ms", 0) / 1e3
         self._vocab = _number(options, "vocab", 1000) or 1
+        self._lacks = {"export_pages", *filter(None, options.get("lacks", "").split("+"))}
+        if not self._lacks <= set(FEATURES):
+            raise Unavailable(f"lacks={options['lacks']!r}: words of {', '.join(FEATURES)} are needed, with + between")
         self._worker = ThreadPoolExecutor(1, "null-device")
 
     def probe(self, rank: int = 0, world: int = 1) -> Manifest:
         return Manifest(name="null", device="no device", interface=INTERFACE_VERSION, compute_dtypes=("f32", "bf16"),
                         kv_dtypes=("bf16", "f32"), formats=(), page_sizes=(16, 1, 2, 4, 8, 32, 64, 128), buckets=None,
-                        memory_total=2**34, memory_free=2**34, features=frozenset(FEATURES), determinism="T0", rank=-1)
+                        memory_total=2**34, memory_free=2**34, features=frozenset(FEATURES) - self._lacks,
+                        determinism="T0", rank=-1)
 
     def supports(self, op: str, **case: Any) -> str | None:
-        return None
+        return "the null platform was made without it" if op in self._lacks else None
 
     def load(self, raws: Sequence[RawTensor], spec: WeightSpec, dtype: str) -> None:
         if spec.role == "embed":

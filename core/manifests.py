@@ -1,0 +1,168 @@
+"""What platforms claim, as data: the `manifest.toml` beside each platform, read without importing it.
+
+A file says what the platform offers at its best, whether or not it can run here; a probe (`platform.Manifest`) says
+what it offers on this device, and never more. `doctor`, `explain`, the tables of the docs and the CI matrix read files.
+"""
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from .discovery import Found, list_platforms, platform_root
+from .platform import FEATURES, INTERFACE_VERSION, Manifest, Ops
+from .registry import RegistrationError
+
+FILE = "manifest.toml"
+TIERS = ("T0", "T1", "T2")  # of determinism, the strongest first
+OPS = tuple(name for name in vars(Ops) if not name.startswith("_"))
+
+
+class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One way to test the platform: a row of the CI matrix.
+
+    device:  what it computes on there, for people.  runner: labels of the machine; hosted: an ordinary one of the CI
+    service, so that the job always runs.  install: words after `pip install`, in a fresh environment.
+    without: modules that must not be importable there.  environment: variables.
+    """
+
+    name: str
+    device: str
+    runner: tuple[str, ...]
+    install: tuple[str, ...]
+    hosted: bool = True
+    without: tuple[str, ...] = ()
+    environment: dict[str, str] = {}
+
+
+class Claim(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A manifest file. Fields of the same name as `platform.Manifest`'s mean the same; beyond those:
+
+    title, devices: for people.  library: the module that it computes with, "" = none beyond core's.  requires: what
+    pip installs it with, "" = nothing more.  expands: formats that it does not keep are expanded at load.
+    ops:   op -> limits for people, "" = none.  lacks: op or feature -> why it has none; every op and feature is in one.
+    ci:    how it is tested.
+    """
+
+    title: str
+    devices: str
+    interface: int
+    compute_dtypes: tuple[str, ...]
+    kv_dtypes: tuple[str, ...]
+    page_sizes: tuple[int, ...]
+    features: tuple[str, ...]
+    determinism: str
+    ops: dict[str, str]
+    library: str = ""
+    requires: str = ""
+    formats: tuple[str, ...] = ()
+    expands: bool = True
+    max_top_logprobs: int = 20
+    max_ranks: int = 1
+    rank: int = 0
+    lacks: dict[str, str] = {}
+    ci: tuple[Job, ...] = ()
+
+
+def find_file(found: Found) -> Path:
+    """Where a platform's manifest is, or would be: in its folder, or in the folder of an entry point's module."""
+    if found.entry is None:
+        return platform_root() / found.name / FILE
+    top, *rest = found.entry.module.split(".")
+    spec = find_spec(top)  # of the outermost package only: nothing is imported
+    if spec is None or not spec.submodule_search_locations:
+        raise RegistrationError(f"platform {found.name!r}: {found.entry.value} is not inside an installed package")
+    folder = Path(next(iter(spec.submodule_search_locations)), *rest)
+    return (folder if folder.is_dir() else folder.parent) / FILE
+
+
+def read_claim(found: Found) -> Claim:
+    """A platform's manifest file. Raises `RegistrationError` that names the file and everything wrong with it."""
+    path = find_file(found)
+    try:
+        claim = msgspec.convert(tomllib.loads(path.read_text("utf-8")), Claim)
+    except FileNotFoundError:
+        raise RegistrationError(f"platform {found.name!r} has no {FILE} beside its module ({path})") from None
+    except (OSError, ValueError) as error:  # msgspec's and tomllib's errors are ValueErrors
+        raise RegistrationError(f"{path}: {error}") from error
+    problems = _problems(claim)
+    if problems:
+        raise RegistrationError(f"{path}: " + "; ".join(problems))
+    return claim
+
+
+def read_claims() -> dict[str, Claim | RegistrationError]:
+    """Every platform's manifest file, or what is wrong with it."""
+    result: dict[str, Claim | RegistrationError] = {}
+    for name, found in list_platforms().items():
+        try:
+            result[name] = read_claim(found)
+        except RegistrationError as error:
+            result[name] = error
+    return result
+
+
+def _problems(claim: Claim) -> list[str]:
+    problems = [f"{word!r} is no feature; there are {', '.join(FEATURES)}" for word in claim.features
+                if word not in FEATURES]
+    problems += [f"{word!r} is no op; there are {', '.join(OPS)}" for word in claim.ops if word not in OPS]
+    for words, offered in ((OPS, claim.ops), (FEATURES, claim.features)):
+        for word in words:
+            if (word in offered) == (word in claim.lacks):
+                problems.append(f"{word} is both offered and lacking" if word in offered
+                                else f"lacks.{word} needs a reason")
+    problems += [f"lacks.{word} is neither op nor feature" for word in claim.lacks if word not in (*OPS, *FEATURES)]
+    if claim.determinism not in TIERS:
+        problems.append(f"determinism {claim.determinism!r} is not one of {', '.join(TIERS)}")
+    problems += [f"{name} is empty" for name in ("compute_dtypes", "kv_dtypes", "page_sizes")
+                 if not getattr(claim, name)]
+    return problems
+
+
+def excess(claim: Claim, manifest: Manifest) -> list[str]:
+    """What a probed manifest offers beyond its file; [] when it keeps to it."""
+    found = []
+    for name in ("compute_dtypes", "kv_dtypes", "formats", "page_sizes", "features"):
+        extra = set(getattr(manifest, name)) - set(getattr(claim, name))
+        if extra:
+            found.append(f"{name}: {', '.join(map(str, sorted(extra)))}")
+    for name, most in (("max_top_logprobs", claim.max_top_logprobs), ("local_ranks", claim.max_ranks),
+                       ("rank", claim.rank)):
+        if getattr(manifest, name) > most:
+            found.append(f"{name}: {getattr(manifest, name)}, its file says {most}")
+    if TIERS.index(manifest.determinism) < TIERS.index(claim.determinism):
+        found.append(f"determinism: {manifest.determinism}, its file says {claim.determinism}")
+    if manifest.interface != claim.interface:
+        found.append(f"interface: {manifest.interface}, its file says {claim.interface}")
+    return found
+
+
+def missing_features(platform: Any, manifest: Manifest) -> dict[str, str]:
+    """Each feature that a probed platform lacks, and why in the platform's own words."""
+    reasons = {word: platform.supports(word) for word in FEATURES if word not in manifest.features}
+    return {word: reason or f"its manifest offers no {FEATURES[word]}" for word, reason in reasons.items()}
+
+
+def lines(claim: Claim) -> list[tuple[str, str]]:
+    """A manifest file in full for people: (what, value)."""
+    needs = claim.library and f"{claim.library}, by pip install '{claim.requires}'"
+    out = [("title", claim.title), ("devices", claim.devices), ("library", needs or "none"),
+           ("interface", f"{claim.interface} (this core serves {INTERFACE_VERSION})"),
+           ("computes in", ", ".join(claim.compute_dtypes)), ("K and V in", ", ".join(claim.kv_dtypes)),
+           ("formats kept", ", ".join(claim.formats) or "none"),
+           ("other formats", "expanded at load" if claim.expands else "refused"),
+           ("page sizes", ", ".join(map(str, claim.page_sizes))), ("determinism", claim.determinism),
+           ("log-probabilities", f"of at most {claim.max_top_logprobs} tokens a position"),
+           ("tensor parallelism", f"{claim.max_ranks} ranks" if claim.max_ranks > 1 else "none")]
+    return out + _offers("op", OPS, claim.ops, claim.lacks) + _offers("feature", FEATURES, dict.fromkeys(
+        claim.features, ""), claim.lacks)
+
+
+def _offers(kind: str, words: Mapping[str, Any] | tuple[str, ...], offered: Mapping[str, str],
+            lacks: Mapping[str, str]) -> list[tuple[str, str]]:
+    return [(f"{kind} {word}", f"yes{', ' if offered[word] else ''}{offered[word]}" if word in offered
+             else f"no: {lacks[word]}") for word in words]
