@@ -11,14 +11,14 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the cpu platform needs torch")
 
+from isthmus.conformance.formats import quantized  # noqa: E402
+from isthmus.conformance.opcase import token_batch  # noqa: E402
 from isthmus.core.plan import Batch, Sampling  # noqa: E402
 from isthmus.core.platform import LayerState, StateSpec, Unavailable, Unsupported, WeightSpec  # noqa: E402
 from isthmus.platforms.cpu import quant  # noqa: E402
 from isthmus.platforms.cpu.attention import HUGE, huge_zeros  # noqa: E402
 from isthmus.platforms.cpu.platform import Platform  # noqa: E402
 from isthmus.platforms.cpu.sampling import CANDIDATES, sample  # noqa: E402
-
-from .opcases import quantized, token_batch  # noqa: E402
 
 SPEC = StateSpec((LayerState(2, 32), LayerState(1, 64)), "f32", 16, 8)
 

@@ -15,6 +15,7 @@ FRAMEWORKS = ("torch", "jax", "jaxlib", "mlx", "triton", "tensorflow", "flashinf
 DEVICES = {"cpu", "cuda", "rocm", "hip", "xpu", "npu", "tpu", "mlx", "mps", "gpu", "metal", "nvidia", "amd", "intel",
            "ascend"}
 MAX_FILE, MAX_FUNCTION, MAX_CORE = 500, 60, 15_000
+KIT = ROOT / "tests" / "conformance"
 SOURCES = sorted(p for room in ("core", "platforms") for p in (ROOT / room).rglob("*.py"))
 CORE = [p for p in SOURCES if p.is_relative_to(ROOT / "core")]
 
@@ -55,6 +56,13 @@ def test_core_imports_no_framework_when_run():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT / "tests")
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "[]", done.stdout
+
+
+def test_the_conformance_kit_needs_no_framework_and_no_test_runner():
+    banned = {*FRAMEWORKS, "pytest", "hypothesis", "gguf", "isthmus", "core", "platforms", "tests"}
+    found = [f"{name(p)}:{node.lineno} imports {module}" for p in KIT.glob("*.py") for node in ast.walk(tree(p))
+             for module in imported(node) if module.split(".")[0] in banned]
+    assert not found, found
 
 
 def test_platforms_import_only_the_neck_of_core():
@@ -135,7 +143,7 @@ def test_no_circular_imports():
     assert not graph, f"these modules import each other in a circle, or one that does: {sorted(graph)}"
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=name)
+@pytest.mark.parametrize("path", [*SOURCES, *sorted(KIT.glob("*.py"))], ids=name)
 def test_sizes(path):
     lines = path.read_text().count("\n") + 1
     assert lines <= MAX_FILE, f"{lines} lines, at most {MAX_FILE}"
@@ -156,7 +164,7 @@ def test_no_grab_bag_modules():
 
 def test_every_package_is_listed():
     listed = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"])
-    folders = {"isthmus." + ".".join(p.parent.relative_to(ROOT).parts) for p in SOURCES}
+    folders = {"isthmus." + ".".join(p.parent.relative_to(ROOT).parts) for p in SOURCES} | {"isthmus.conformance"}
     assert listed == folders, f"not listed: {folders - listed}; listed without a module: {listed - folders}"
 
 

@@ -9,19 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from isthmus.conformance.law_ops import op_cases
+from isthmus.conformance.opcase import OpCase
+from isthmus.conformance.ops_run import check_case
 from isthmus.core import discovery
-
-from .opcases import OpCase, dense_cases
-from .opcases_attention import attention_cases
-from .opcases_check import check_case
-from .opcases_sampling import sampling_cases
 
 # (ops that must notice, file, text, broken text)
 MUTANTS = [
     ("embed", "ops.py", "np.where(ids < 0, self.last, ids)", "np.maximum(ids - 1, 0)"),
     ("linear", "ops.py", "else out + bias.values", "else out"),
     ("linear", "quant.py", "out += x[:, part].sum(axis=1, keepdims=True) * self.minimum[:, group]", "pass"),
-    ("linear", "quant.py", "for raw in raws], axis)", "for raw in raws[::-1]], axis)"),
+    ("linear", "quant.py", "copy=False) for raw in raws]", "copy=False) for raw in raws[::-1]]"),
     ("rms_norm", "ops.py", "keepdims=True) + eps)", "keepdims=True))"),
     ("rms_norm", "ops.py", "wide ** 2, axis=-1, keepdims=True", "wide ** 2, keepdims=True"),
     ("rope", "ops.py", "second * cos + first * sin", "second * cos - first * sin"),
@@ -86,8 +84,7 @@ def broken_copy(folder: Path, file: str, text: str, broken: str) -> Any:
 
 
 def cases_of(op: str) -> Iterator[OpCase]:
-    every = {"attention": attention_cases, "sample": sampling_cases}.get(op, dense_cases)
-    return (case for case in every("f64") if case.op == op)
+    return (case for case in op_cases() if case.op == op and case.dtype == "f64")
 
 
 @pytest.mark.parametrize("op, file, text, broken", MUTANTS, ids=lambda value: value[:30])

@@ -5,6 +5,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from isthmus.conformance.formats import quantized
+from isthmus.conformance.opcase import normal, parts, table, token_batch
 from isthmus.core import discovery
 from isthmus.core.plan import Batch, Penalties, Sampling
 from isthmus.core.platform import (
@@ -20,8 +22,6 @@ from isthmus.core.platform import (
 from isthmus.platforms.reference.attention import attend
 from isthmus.platforms.reference.quant import Dense, QuantLinear
 from isthmus.platforms.reference.sampling import apply_penalties, best_ids, choose, draw
-
-from .opcases import normal, parts, quantized, table, token_batch
 
 
 @pytest.fixture

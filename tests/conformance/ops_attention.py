@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from isthmus.core.plan import Batch, Sampling
-from isthmus.core.platform import AttentionSpec, LayerState, StateSpec
 
-from .opcases import NMSE, OpCase, Run, Step, normal, table
+from ..core.plan import Batch, Sampling
+from ..core.platform import AttentionSpec, LayerState, StateSpec
+from .case import random_source
+from .opcase import NMSE, OpCase, Run, Step, normal, table
 
 LAYERS = 2
 
@@ -96,8 +97,8 @@ def attend_forward(launch: int, shape: Shape, specs: list[AttentionSpec]) -> Any
 
 
 def build(shape: Shape, specs: list[AttentionSpec], dtype: str, padding: tuple[int, int], poison: bool,
-          move: Any = None) -> Run:
-    rng = np.random.default_rng(shape.heads * 1000 + shape.page_size)
+          move: Any, seed: int) -> Run:
+    rng = random_source(seed, f"attention {shape.heads} {shape.page_size}")
     page, plan = shape.page_size, growth(shape.page_size)
     pages, total = page_tables(rng, page)
     keys = {seq: np.zeros((0, shape.kv_heads, shape.dim)) for seq in plan}
@@ -137,7 +138,7 @@ def case(name: str, shape: Shape, dtype: str, window: int | None = None, softcap
     asks = {"head_dim": shape.dim, "heads": shape.heads, "kv_heads": shape.kv_heads, "page_size": shape.page_size,
             "window": window, "softcap": softcap, "dtype": dtype}
     return OpCase(f"attention[{name},{shape.heads}/{shape.kv_heads}x{shape.dim},page{shape.page_size},{dtype}]",
-                  "attention", dtype, lambda: build(shape, specs, dtype, padding, poison, move), asks,
+                  "attention", dtype, lambda seed: build(shape, specs, dtype, padding, poison, move, seed), asks,
                   features + more.get("features", ()), NMSE[dtype], shape.page_size)
 
 
@@ -166,7 +167,7 @@ def attention_cases(dtype: str) -> Iterator[OpCase]:
     yield case("mha", Shape(4, 4, 16, 16), dtype)
     yield case("gqa", Shape(6, 2, 32, 16), dtype)
     yield case("mqa", Shape(8, 1, 64, 16), dtype)
-    for page in (1, 4, 64):
+    for page in (1, 4, 32, 64, 128):
         yield case("gqa", Shape(6, 2, 32, page), dtype)
     for window in (1, 7, 1000):
         yield case(f"window{window}", Shape(4, 2, 32, 16), dtype, window=window)

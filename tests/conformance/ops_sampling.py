@@ -10,9 +10,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-from isthmus.core.plan import Batch, Bias, Mask, Penalties, Sampling, StepResult
 
-from .opcases import PAGE, OpCase, Run, Step, normal, rounded, state, table, token_batch
+from ..core.plan import Batch, Bias, Mask, Penalties, Sampling, StepResult
+from .case import random_source
+from .formats import rounded
+from .opcase import PAGE, OpCase, Run, Step, normal, state, table, token_batch
 
 MARGIN = 1e-4
 VOCAB = 70  # no multiple of 32
@@ -131,8 +133,8 @@ def case(name: str, dtype: str, sampling: Sampling, rows: int = 8, targets: list
          features: tuple[str, ...] = ()) -> OpCase:
     rows = rows if sampling.temperature is None else len(sampling.temperature)
     targets = targets or [-1] * rows
-    return OpCase(f"sample[{name},{dtype}]", "sample", dtype, features=features, build=lambda: build(
-        np.random.default_rng(sum(map(ord, name))), dtype, sampling, targets, softcap, levels, shift))
+    return OpCase(f"sample[{name},{dtype}]", "sample", dtype, features=features, build=lambda seed: build(
+        random_source(seed, name), dtype, sampling, targets, softcap, levels, shift))
 
 
 def floats(*values: float) -> np.ndarray:
@@ -239,13 +241,20 @@ def chain_batch(rows: list[Row], lengths: dict[int, int], sampling: Sampling, pa
                  targets=ints(*(t for _, t in wanted), *[-2] * padding), sampling=sampling)
 
 
-def chain_run(dtype: str, batches: list[Batch], own: float | None = None) -> Run:
+def chain_run(dtype: str, batches: list[Batch], seed: int, own: float | None = None) -> Run:
     """The logits of a token are its row of one table (`own`: of the token itself); each launch sees the tokens that
-    the ones before it left."""
-    rng = np.random.default_rng(11)
-    logits = rounded(np.array([rng.permutation(VOCAB) / 16 - 2 for _ in range(VOCAB)]), dtype)
-    if own is not None:
-        np.fill_diagonal(logits, own)
+    the ones before it left. Tables are drawn until no choice is close."""
+    rng, steps = random_source(seed, "chain"), None
+    while steps is None:
+        logits = rounded(np.array([rng.permutation(VOCAB) / 16 - 2 for _ in range(VOCAB)]), dtype)
+        if own is not None:
+            np.fill_diagonal(logits, own)
+        steps = chain_steps(logits, batches)
+    return Run({"logits": table(logits)}, steps, state(dtype, 6), 6)
+
+
+def chain_steps(logits: np.ndarray, batches: list[Batch]) -> list[Step] | None:
+    """The launches with what each must give; None when a comparison is too close to call."""
     last: dict[int, int] = {}
     steps = []
     for batch in batches:
@@ -254,12 +263,13 @@ def chain_run(dtype: str, batches: list[Batch], own: float | None = None) -> Run
         tokens = []
         for index, (at, target) in enumerate(zip(batch.logit_rows, batch.targets, strict=True)):
             token = int(target) if target >= 0 else token_of(logits[inputs[at]], index, batch.sampling, inputs[at])
-            assert token is not None, "choose another seed: a comparison of this chain is too close"
+            if token is None:
+                return None
             tokens.append(token)
             if target == -1:
                 last[seqs[at]] = token
         steps.append(Step(sampled, batch, result(logits[[inputs[at] for at in batch.logit_rows]], batch, tokens)))
-    return Run({"logits": table(logits)}, steps, state(dtype, 6), 6)
+    return steps
 
 
 def kept_tokens() -> list[Batch]:
@@ -290,9 +300,9 @@ def pending_tokens() -> list[Batch]:
 
 
 def state_cases(dtype: str) -> Iterator[OpCase]:
-    yield OpCase(f"sample[state,{dtype}]", "sample", dtype, lambda: chain_run(dtype, kept_tokens()))
-    yield OpCase(f"sample[state,pending,{dtype}]", "sample", dtype, lambda: chain_run(dtype, pending_tokens(), own=4.0),
-                 features=("penalties",))
+    yield OpCase(f"sample[state,{dtype}]", "sample", dtype, lambda seed: chain_run(dtype, kept_tokens(), seed))
+    yield OpCase(f"sample[state,pending,{dtype}]", "sample", dtype,
+                 lambda seed: chain_run(dtype, pending_tokens(), seed, own=4.0), features=("penalties",))
 
 
 def sampling_cases(dtype: str) -> Iterator[OpCase]:

@@ -1,0 +1,145 @@
+"""Cases of the ops that look at one token at a time: embedding, matrix products, norms, rotation, activations."""
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from ..core.plan import Batch
+from ..core.platform import RopeSpec
+from .formats import quantized, rounded
+from .opcase import NMSE, QUANTIZED_NMSE, OpCase, normal, parts, single, table, token_batch, weight
+
+# Embedding and matrix products.
+
+BLOCK_FORMATS = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k")
+AFFINE_FORMATS = ("affine4_32", "affine4_64", "affine4_128", "affine8_32", "affine8_64", "affine2_64", "affine3_64",
+                  "affine6_64")
+
+
+def embed_case(name: str, dtype: str) -> OpCase:
+    def make(rng: np.random.Generator) -> tuple:
+        raw, values = quantized(rng, name, (40, 256))
+        batch = token_batch(6)._replace(tokens=np.array([7, 0, 39, 7, 12, 1], np.int32))
+        return ({"w": parts([raw], "embed")}, lambda ops, w, batch: ops.embed(batch.tokens, w["w"]), batch,
+                values[batch.tokens])
+    return single(name, "embed", dtype, make)
+
+
+def linear_case(formats: tuple[str, ...], tokens: int, width: int, dtype: str, bias: bool = False,
+                role: str = "linear") -> OpCase:
+    """Parts of 48, 16, 80 ... outputs stacked."""
+    def make(rng: np.random.Generator) -> tuple:
+        made = [quantized(rng, name, ((48, 16, 80)[i], width)) for i, name in enumerate(formats)]
+        dense = np.concatenate([values for _, values in made])
+        x, b = normal(rng, (tokens, width), dtype), normal(rng, (len(dense),), dtype)
+        weights = {"x": table(x), "w": parts([raw for raw, _ in made], role)}
+        if bias:
+            weights["b"] = weight(b, "bias")
+
+        def forward(ops: Any, w: Any, batch: Batch) -> Any:
+            return ops.linear(ops.embed(batch.tokens, w["x"]), w["w"], w.get("b"))
+        return weights, forward, token_batch(tokens), x @ dense.T + (b if bias else 0)
+    kind = f"{'+'.join(formats)},T{tokens}" + ",bias" * bias + f",{role}" * (role != "linear")
+    exact = all(name in ("f32", "f16", "bf16") for name in formats)
+    return single(kind, "linear", dtype, make, {"format": formats[0]}, (NMSE if exact else QUANTIZED_NMSE)[dtype])
+
+
+def linear_cases(dtype: str) -> Iterator[OpCase]:
+    for name in ("f32", "f16", "bf16", *BLOCK_FORMATS, *AFFINE_FORMATS):
+        yield linear_case((name,), 5, 512, dtype)
+    for tokens in (1, 2, 33):
+        yield linear_case(("f32",), tokens, 576, dtype, bias=True)
+        for name in ("q4_0", "q4_1", "q8_0"):
+            yield linear_case((name,), tokens, 576, dtype, bias=tokens == 2)
+    yield linear_case(("q4_1", "q4_1", "q4_1"), 3, 576, dtype, bias=True)
+    yield linear_case(("q8_0", "q8_0"), 3, 96, dtype)
+    yield linear_case(("f32", "bf16", "f16"), 3, 64, dtype)
+    yield linear_case(("q4_1", "q8_0"), 4, 576, dtype)
+    yield linear_case(("q4_k", "q4_k", "q6_k"), 4, 256, dtype)
+    yield linear_case(("affine4_64", "affine4_64", "affine8_64"), 3, 192, dtype, bias=True)
+    yield linear_case(("q8_0",), 4, 576, dtype, role="embed")
+    yield linear_case(("affine4_64",), 4, 576, dtype, role="embed")
+    yield linear_case(("bf16",), 4, 64, dtype, role="embed")
+
+
+# Norms, rotation, activations.
+
+def norm_case(shape: tuple[int, ...], scale: float, eps: float, dtype: str) -> OpCase:
+    def reshaped(x: Any) -> Any:
+        return x.reshape(-1, *shape[1:])
+
+    def make(rng: np.random.Generator) -> tuple:
+        x, w = normal(rng, shape, dtype, scale), normal(rng, shape[-1:], dtype)
+        mean = np.array([sum(value * value for value in vector) / len(vector) for vector in x.reshape(-1, shape[-1])])
+        expected = x / np.sqrt(mean.reshape(*shape[:-1], 1) + eps) * w
+        return ({"x": table(x), "w": weight(w, "norm")},
+                lambda ops, w, batch: ops.rms_norm(reshaped(ops.embed(batch.tokens, w["x"])), w["w"], eps),
+                token_batch(shape[0]), expected)
+    return single(f"{'x'.join(map(str, shape))},scale{scale:g},eps{eps:g}", "rms_norm", dtype, make)
+
+
+def rope_case(heads: int, dim: int, positions: tuple[int, ...], scale: float, dtype: str,
+              nmse: dict[str, float]) -> OpCase:
+    """Each pair (i, i + dim / 2) of a head is a complex number, turned by position * inv_freq[i]."""
+    spec = RopeSpec(tuple(10000.0 ** (-2 * i / dim) for i in range(dim // 2)), scale)
+
+    def make(rng: np.random.Generator) -> tuple:
+        x = normal(rng, (len(positions), heads, dim), dtype)
+        turned = x[..., :dim // 2] + 1j * x[..., dim // 2:]
+        for t, position in enumerate(positions):
+            for i, frequency in enumerate(spec.inv_freq):
+                turned[t, :, i] *= scale * complex(math.cos(position * frequency), math.sin(position * frequency))
+        return ({"x": table(x)},
+                lambda ops, w, batch: ops.rope(ops.embed(batch.tokens, w["x"]).reshape(-1, heads, dim), spec),
+                token_batch(len(positions), np.array(positions)), np.concatenate([turned.real, turned.imag], -1))
+    return single(f"{heads}x{dim},to{max(positions)},scale{scale:g}", "rope", dtype, make, nmse=nmse[dtype])
+
+
+def act(x: float, kind: str) -> float:
+    if kind == "silu":
+        return x / (1 + math.exp(-x)) if x > -700 else 0.0
+    if kind == "sigmoid":
+        return 1 / (1 + math.exp(-x)) if x > -700 else 0.0
+    if kind == "gelu":
+        return 0.5 * x * math.erfc(-x / math.sqrt(2))
+    return 0.5 * x * (1 + math.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x ** 3)))
+
+
+def act_case(kind: str, dtype: str, gates: int = 64) -> OpCase:
+    def make(rng: np.random.Generator) -> tuple:
+        gate, up = normal(rng, (6, gates), dtype, 3), normal(rng, (6, 64), dtype)
+        if gates > 1:
+            gate[0, :6] = rounded([0, 100, -100, 1e4, -1e4, 30], dtype)  # where a naive exp overflows
+        return ({"gate": table(gate), "up": table(up)},
+                lambda ops, w, batch: ops.act_mul(*(ops.embed(batch.tokens, w[name]) for name in ("gate", "up")), kind),
+                token_batch(6), np.vectorize(act)(gate, kind) * up)
+    return single(kind + ",one_gate" * (gates == 1), "act_mul", dtype, make, {"kind": kind})
+
+
+def all_reduce_case(dtype: str) -> OpCase:
+    def make(rng: np.random.Generator) -> tuple:
+        x = normal(rng, (3, 32), dtype)
+        return {"x": table(x)}, lambda ops, w, batch: ops.all_reduce(ops.embed(batch.tokens, w["x"])), token_batch(3), x
+    return single("one_rank", "all_reduce", dtype, make)
+
+
+def dense_cases(dtype: str) -> Iterator[OpCase]:
+    """Every case of these ops."""
+    for name in ("f32", "f16", "bf16", "q4_1", "q8_0", "q6_k", "affine4_64", "affine8_32"):
+        yield embed_case(name, dtype)
+    yield from linear_cases(dtype)
+    yield norm_case((5, 576), 1, 1e-5, dtype)
+    yield norm_case((5, 64), 1e-3, 1e-6, dtype)
+    yield norm_case((1, 64), 1e4, 1e-6, dtype)
+    yield norm_case((5, 3, 32), 1, 1e-6, dtype)
+    # Angles in float32 are off by up to position * 2^-24 radians.
+    yield rope_case(3, 64, (0, 1, 2, 17, 1000), 1, dtype, NMSE | {"f32": 1e-8})
+    yield rope_case(2, 32, (131071, 5, 40000), 1, dtype, NMSE | {"f32": 1e-4, "bf16": 1e-3})
+    yield rope_case(1, 128, (3, 4, 5), 1.25, dtype, NMSE)
+    for kind in ("silu", "gelu_tanh", "gelu", "sigmoid"):
+        yield act_case(kind, dtype)
+    yield act_case("sigmoid", dtype, gates=1)
+    yield all_reduce_case(dtype)

@@ -1,0 +1,146 @@
+"""What a run of the suite found, as data: outcomes that are never confused, JSON and Markdown."""
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from .case import Case
+
+
+class Outcome(StrEnum):
+    """What became of a case.
+
+    PASSED; UNAVAILABLE: the platform cannot run here; UNSUPPORTED: declared, with a reason; EXPECTED: wrong as the
+    ledger says; UNEXPECTED: passed although the ledger says that it fails; WRONG; ERROR: ended with an exception.
+    """
+
+    PASSED = "passed"
+    UNAVAILABLE = "unavailable"
+    UNSUPPORTED = "unsupported"
+    EXPECTED = "expected failure"
+    UNEXPECTED = "unexpected pass"
+    WRONG = "wrong"
+    ERROR = "error"
+
+
+BAD = (Outcome.UNEXPECTED, Outcome.WRONG, Outcome.ERROR)
+
+
+@dataclass(frozen=True)
+class Result:
+    """One case's outcome. reason: why, "" for a pass. numbers: NMSE, tolerance, first bad index. seconds: it took."""
+
+    case: Case
+    outcome: Outcome
+    reason: str = ""
+    numbers: Mapping[str, Any] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        case = self.case
+        return {"id": case.id, "law": case.law, "op": case.op, "dtype": case.dtype, "needs": list(case.needs.words()),
+                "tolerance": case.tolerance, "outcome": self.outcome.value, "reason": self.reason,
+                "numbers": dict(self.numbers), "seconds": round(self.seconds, 4)}
+
+
+@dataclass(frozen=True)
+class Report:
+    """A whole run. stale: entries of the ledger that no case has. versions: of what took part, as far as known."""
+
+    platform: str
+    seed: int
+    results: tuple[Result, ...]
+    manifest: Mapping[str, Any]
+    versions: Mapping[str, str]
+    machine: str
+    started: str
+    seconds: float
+    stale: tuple[str, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Nothing wrong, nothing unexpected, and something passed."""
+        counts = self.counts()
+        return not self.stale and not any(counts[outcome] for outcome in BAD) and counts[Outcome.PASSED] > 0
+
+    def counts(self) -> Counter[Outcome]:
+        return Counter(result.outcome for result in self.results)
+
+    def failures(self) -> list[Result]:
+        return [result for result in self.results if result.outcome in BAD]
+
+    def grid(self) -> dict[tuple[str, str], dict[str, Counter[Outcome]]]:
+        """(law, op) -> dtype -> how many cases had which outcome."""
+        table: dict[tuple[str, str], dict[str, Counter[Outcome]]] = {}
+        for result in self.results:
+            row = table.setdefault((result.case.law, result.case.op), {})
+            row.setdefault(result.case.dtype, Counter())[result.outcome] += 1
+        return table
+
+    def reasons(self, outcome: Outcome) -> list[tuple[str, int]]:
+        """Reasons of one outcome with the number of cases, most frequent first."""
+        return Counter(r.reason for r in self.results if r.outcome is outcome).most_common()
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data, as `--json` writes it."""
+        return {"format": 1, "platform": self.platform, "ok": self.ok, "seed": self.seed, "started": self.started,
+                "seconds": round(self.seconds, 3), "machine": self.machine, "versions": dict(self.versions),
+                "manifest": dict(self.manifest), "stale": list(self.stale),
+                "counts": {outcome.value: self.counts()[outcome] for outcome in Outcome},
+                "cases": [result.as_dict() for result in self.results]}
+
+    def as_json(self) -> str:
+        return json.dumps(self.as_dict(), ensure_ascii=False, indent=1)
+
+    def as_markdown(self) -> str:
+        """The grid, failures with numbers, and reasons."""
+        dtypes = list(dict.fromkeys(result.case.dtype for result in self.results))
+        lines = [f"# Conformance of {self.platform}", "", f"{self.summary()}", "",
+                 f"Seed {self.seed}, {self.started}, {self.seconds:.0f} s on {self.machine}; "
+                 + ", ".join(f"{name} {version}" for name, version in self.versions.items()) + ".", "",
+                 "| law | subject | " + " | ".join(dtypes) + " |", "|---|---|" + "---|" * len(dtypes)]
+        for (law, op), row in self.grid().items():
+            lines.append(f"| {law} | {op} | " + " | ".join(cell(row.get(dtype)) for dtype in dtypes) + " |")
+        for title, outcomes in (("Failures", BAD), ("Expected failures", (Outcome.EXPECTED,))):
+            found = [result for result in self.results if result.outcome in outcomes]
+            lines += ["", f"## {title}", ""] * bool(found)
+            lines += [f"- `{r.case.id}` {r.outcome}: {r.reason}" for r in found]
+        lines += [f"- the ledger's `{pattern}` is no case any more" for pattern in self.stale]
+        unsupported = self.reasons(Outcome.UNSUPPORTED)
+        lines += ["", "## Unsupported", ""] * bool(unsupported)
+        lines += [f"- {count} cases: {reason}" for reason, count in unsupported]
+        return "\n".join(lines) + "\n"
+
+    def summary(self) -> str:
+        counts = self.counts()
+        said = ", ".join(f"{counts[outcome]} {outcome}" for outcome in Outcome if counts[outcome])
+        return f"{self.platform}: {said or 'no cases'}"
+
+
+def cell(counts: Mapping[Outcome, int] | None) -> str:
+    """"12", "12, 1 wrong", "unsupported": what one cell of the grid says."""
+    if not counts:
+        return "-"
+    if set(counts) == {Outcome.UNSUPPORTED}:
+        return "unsupported"
+    passed = counts.get(Outcome.PASSED, 0)
+    others = [f"{count} {outcome}" for outcome, count in counts.items()
+              if outcome not in (Outcome.PASSED, Outcome.UNSUPPORTED)]
+    skipped = counts.get(Outcome.UNSUPPORTED, 0)
+    total = f"{passed}/{passed + skipped}" if skipped else str(passed)
+    return ", ".join([total, *others])
+
+
+def manifest_data(manifest: Any) -> dict[str, Any]:
+    """A manifest as plain data."""
+    plain = asdict(manifest)
+    return plain | {"features": sorted(plain["features"]), "details": dict(plain["details"])}
+
+
+def worst(results: Iterable[Result], count: int = 5) -> list[Result]:
+    """The results that took longest."""
+    return sorted(results, key=lambda result: -result.seconds)[:count]

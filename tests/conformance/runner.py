@@ -1,0 +1,125 @@
+"""Running cases and telling their outcomes apart."""
+from __future__ import annotations
+
+import platform as machine
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from ..core.discovery import load_platform
+from ..core.platform import Unavailable, Unsupported
+from .case import Case, Context, Wrong
+from .laws import all_cases
+from .ledger import Ledger, ledger_of
+from .report import Outcome, Report, Result, manifest_data
+
+Progress = Callable[[int, int, Result | None, str], None]  # (cases done, in all, the last result, the next case's id)
+
+
+class Refused(Exception):
+    """There is nothing to hold this platform to; the message is the platform's own reason."""
+
+
+def run_case(context: Context, case: Case, ledger: Ledger) -> Result:
+    """One case; never raises, whatever the platform does."""
+    began = time.perf_counter()
+    reason = ledger.declared(case)
+    error: Exception | None = None
+    try:
+        reason = reason or case.needs.missing(context.platform, context.manifest)
+        if reason is None:
+            case.check(context)
+    except Unsupported as said:
+        reason = str(said) or "unsupported"
+    except Exception as raised:  # whatever a platform raises is a finding, never the end of the run
+        error = raised
+    seconds = time.perf_counter() - began
+    if reason is not None:
+        return Result(case, Outcome.UNSUPPORTED, reason, {}, seconds)
+    return _judge(case, error, ledger, seconds)
+
+
+def _judge(case: Case, error: Exception | None, ledger: Ledger, seconds: float) -> Result:
+    """The outcome of a case that ran, in the light of what the ledger expects."""
+    entry = ledger.expected(case)
+    if error is None:
+        if entry is None:
+            return Result(case, Outcome.PASSED, "", {}, seconds)
+        return Result(case, Outcome.UNEXPECTED, f"the ledger expects a failure ({entry.reason}): remove its entry "
+                      f"{entry.case!r}", {}, seconds)
+    numbers = error.numbers() if isinstance(error, Wrong) else {}
+    told = str(error) if isinstance(error, AssertionError) else f"{type(error).__name__}: {error}"
+    outcome = Outcome.WRONG if isinstance(error, AssertionError) else Outcome.ERROR
+    if entry and (entry.error in str(error) if entry.error else outcome is Outcome.WRONG):
+        return Result(case, Outcome.EXPECTED, f"{entry.reason} ({told})", numbers, seconds)
+    return Result(case, outcome, told, numbers, seconds)
+
+
+def run_suite(platform: Any, options: Mapping[str, str] | None = None, *, only: Sequence[str] = (), seed: int = 0,
+              ledger: Ledger | None = None, progress: Progress | None = None, stop_early: bool = False) -> Report:
+    """Hold a platform to the laws.
+
+    platform: a name, a class or function that makes a platform from its options, or an object that was not probed
+    yet (then what needs a second object is unsupported).  only: as in `laws.all_cases`.  ledger: the one beside the
+    platform's class unless given.  stop_early: end at the first case that is wrong or an error.
+    Raises `Refused` for a platform that computes nothing, `ValueError` for an unknown pattern.
+    """
+    started, began = datetime.now(UTC), time.perf_counter()
+    cases, make = all_cases(only), _factory(platform, dict(options or {}))
+    name = platform if isinstance(platform, str) else getattr(platform, "__name__", type(platform).__name__)
+    made: Any = None
+    try:
+        made = make() if make else platform
+        ledger = ledger_of(made) if ledger is None else ledger
+        if (reason := ledger.refusal()) is not None:
+            raise Refused(f"{name} cannot be held to the laws: {reason}")
+        manifest = made.probe()
+    except Unavailable as error:
+        results = tuple(Result(case, Outcome.UNAVAILABLE, str(error)) for case in cases)
+        return _report(name, seed, results, {}, {}, started, time.perf_counter() - began)
+    context = Context(made, manifest, seed, make)
+    try:
+        results = _run_all(context, cases, ledger, progress, stop_early)
+    finally:
+        context.close()
+    stale = () if only else tuple(ledger.stale(cases))
+    return _report(manifest.name, seed, results, manifest_data(manifest), manifest.details, started,
+                   time.perf_counter() - began, stale)
+
+
+def _run_all(context: Context, cases: Sequence[Case], ledger: Ledger, progress: Progress | None,
+             stop_early: bool) -> tuple[Result, ...]:
+    tell = progress or (lambda done, total, last, following: None)
+    results: list[Result] = []
+    for case in cases:
+        tell(len(results), len(cases), results[-1] if results else None, case.id)
+        results.append(run_case(context, case, ledger))
+        if stop_early and results[-1].outcome in (Outcome.WRONG, Outcome.ERROR):
+            break
+    tell(len(results), len(cases), results[-1] if results else None, "")
+    return tuple(results)
+
+
+def _factory(platform: Any, options: dict[str, str]) -> Callable[[], Any] | None:
+    """What makes a fresh platform, or None for an object."""
+    if isinstance(platform, str):
+        return lambda: load_platform(platform, options)
+    if callable(platform) and not callable(getattr(platform, "probe", None)) or isinstance(platform, type):
+        return lambda: platform(options)
+    return None
+
+
+def _report(name: str, seed: int, results: tuple[Result, ...], manifest: dict[str, Any], details: Mapping[str, str],
+            started: datetime, seconds: float, stale: tuple[str, ...] = ()) -> Report:
+    versions = {"isthmus": _version(), "python": machine.python_version(), **details}
+    return Report(name, seed, results, manifest, versions, f"{machine.platform()}, {machine.machine()}",
+                  started.isoformat(timespec="seconds"), seconds, stale)
+
+
+def _version() -> str:
+    try:
+        return version(__package__.partition(".")[0])
+    except PackageNotFoundError:
+        return "unknown"
