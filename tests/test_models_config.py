@@ -4,8 +4,8 @@ from __future__ import annotations
 import pytest
 from isthmus.core.errors import CheckpointError
 from isthmus.core.models.architectures import ARCHITECTURES, find_architecture
-from isthmus.core.models.config import ModelConfig, parse_config
-from isthmus.core.specs import LayerState
+from isthmus.core.models.config import ModelConfig, Sparse, parse_config
+from isthmus.core.specs import LayerState, MoESpec
 
 LLAMA = {"model_type": "llama", "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
          "num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "max_position_embeddings": 512,
@@ -70,11 +70,63 @@ def test_qwen_windows_from_a_layer_on():
     assert windows(qwen | {"layer_types": ["sliding_attention", "full_attention"]}) == [8, None]
 
 
+SPARSE = LLAMA | {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48,
+                  "shared_expert_intermediate_size": 80, "norm_topk_prob": True}
+
+
+def test_routing_by_type():
+    mixtral = parse(LLAMA | {"model_type": "mixtral", "num_local_experts": 4, "sliding_window": 8})
+    assert mixtral.sparse == Sparse(MoESpec(4, 2), (True, True), 96, 0) and mixtral.attention[0].window == 8
+    qwen2 = parse(SPARSE | {"model_type": "qwen2_moe", "norm_topk_prob": None})
+    assert qwen2.sparse == Sparse(MoESpec(8, 3, renormalize=False), (True, True), 48, 80) and qwen2.qkv_bias
+    qwen3 = parse(SPARSE | {"model_type": "qwen3_moe"})
+    assert qwen3.sparse == Sparse(MoESpec(8, 3), (True, True), 48, 0) and qwen3.qk_norm
+    assert parse(SPARSE | {"model_type": "llama"}).sparse is None
+
+
+@pytest.mark.parametrize("keys, layers", [
+    ({}, [0, 1, 2, 3, 4, 5]), ({"decoder_sparse_step": 2}, [1, 3, 5]), ({"decoder_sparse_step": 7}, []),
+    ({"mlp_only_layers": [0, 5, 9]}, [1, 2, 3, 4]), ({"decoder_sparse_step": 3, "mlp_only_layers": [2]}, [5])])
+def test_which_layers_are_sparse(keys, layers):
+    sparse = parse(SPARSE | {"model_type": "qwen3_moe", "num_hidden_layers": 6} | keys).sparse
+    assert [i for i, yes in enumerate(sparse.layers) if yes] == layers
+
+
+def test_windows_of_sparse_qwen():
+    qwen = SPARSE | {"num_hidden_layers": 5, "sliding_window": 8, "max_window_layers": 4, "use_sliding_window": True}
+    assert windows(qwen | {"model_type": "qwen2_moe"}) == [8, None, 8, None, None]
+    assert windows(qwen | {"model_type": "qwen3_moe"}) == [8] * 5
+    for kind in ("qwen2_moe", "qwen3_moe"):
+        assert windows(qwen | {"model_type": kind, "use_sliding_window": False}) == [None] * 5
+
+
+def test_one_rank_of_many():
+    config = parse(SPARSE | {"model_type": "qwen2_moe", "decoder_sparse_step": 2})
+    rank = config.per_rank(2)
+    assert (rank.heads, rank.kv_heads, rank.intermediate, rank.sparse.width, rank.sparse.shared) == (2, 1, 48, 24, 40)
+    assert rank.state_layers == (LayerState(1, 16),) * 2 and rank.sparse.spec.experts == 8
+    assert (rank.hidden, rank.head_dim, rank.vocab_size) == (64, 16, 128) and config.per_rank(1) == config
+
+
+@pytest.mark.parametrize("kind, change, world, words", [
+    ("llama", {}, 3, "attention heads, 4,"), ("llama", {}, 4, "key and value heads, 2,"),
+    ("llama", {"intermediate_size": 97}, 2, "feed-forward's width, 97,"),
+    ("qwen3_moe", {"moe_intermediate_size": 49}, 2, "an expert's width, 49,"),
+    ("qwen2_moe", {"shared_expert_intermediate_size": 81}, 2, "the shared expert's width, 81,"),
+    ("qwen3_moe", {"intermediate_size": 97, "mlp_only_layers": [1]}, 2, "feed-forward's width, 97,")])
+def test_what_ranks_cannot_share_is_named_with_its_number(kind, change, world, words):
+    with pytest.raises(CheckpointError, match=f"--tensor-parallel-size {world}: .*{words} cannot be shared evenly"):
+        parse(SPARSE | {"model_type": kind} | change).per_rank(world)
+    every = parse(SPARSE | {"model_type": "qwen3_moe", "intermediate_size": 97})
+    assert every.per_rank(2).sparse.width == 24, "no layer uses the dense width"
+
+
 def test_biases_and_norms_by_type():
     flags = {name: (c.qkv_bias, c.o_bias, c.qk_norm) for name, c in
-             ((name, parse(LLAMA | {"model_type": name, "attention_bias": True})) for name in ARCHITECTURES)}
+             ((name, parse(SPARSE | {"model_type": name, "attention_bias": True})) for name in ARCHITECTURES)}
     assert flags == {"llama": (True, True, False), "mistral": (False, False, False), "qwen2": (True, False, False),
-                     "qwen3": (True, True, True), "gemma3_text": (True, True, True)}
+                     "qwen3": (True, True, True), "gemma3_text": (True, True, True), "mixtral": (False, False, False),
+                     "qwen2_moe": (True, False, False), "qwen3_moe": (True, True, True)}
     assert not parse(LLAMA).qkv_bias
 
 
@@ -89,7 +141,7 @@ def test_eos_ids_outside_the_vocabulary_are_dropped():
 
 
 def test_unknown_model_type_lists_the_known():
-    with pytest.raises(CheckpointError, match="'gpt2'.*gemma3_text, llama, mistral, qwen2, qwen3"):
+    with pytest.raises(CheckpointError, match="'gpt2'.*gemma3_text, llama, mistral, mixtral, qwen2, qwen2_moe, qwen3"):
         parse(LLAMA | {"model_type": "gpt2"})
     with pytest.raises(CheckpointError, match="None"):
         parse({})
@@ -117,6 +169,13 @@ def test_unknown_model_type_lists_the_known():
     ({"use_bidirectional_attention": True}, ["use_bidirectional_attention"]),
     ({"max_position_embeddings": -4}, ["max_position_embeddings", "-4"]),
     ({"query_pre_attn_scalar": 0}, ["query_pre_attn_scalar", "0"]),
+    ({"model_type": "mixtral"}, ["lacks 'num_experts'"]),
+    ({"model_type": "mixtral", "num_local_experts": 10**9}, ["num_local_experts", "1000000000", "4096"]),
+    ({"model_type": "mixtral", "num_local_experts": 2, "num_experts_per_tok": 3}, ["num_experts_per_tok", "1 to 2"]),
+    ({"model_type": "qwen3_moe", "num_experts": 4}, ["lacks 'moe_intermediate_size'"]),
+    ({"model_type": "qwen3_moe", "num_experts": 4, "mlp_only_layers": 3}, ["mlp_only_layers", "3", "list"]),
+    ({"model_type": "qwen3_moe", "num_experts": 4, "decoder_sparse_step": 0}, ["decoder_sparse_step", "0"]),
+    ({"model_type": "qwen2_moe", "num_experts": 4, "moe_intermediate_size": 8}, ["shared_expert_intermediate_size"]),
 ])
 def test_errors_name_key_and_value(change, words):
     with pytest.raises(CheckpointError) as error:

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -163,6 +164,42 @@ def test_attention_is_asked_once_for_each_case():
         load(tiny_model("gemma3"), Recorder({"attention": "heads too narrow"}))
 
 
+def test_the_sparse_layer_is_asked_with_each_of_its_formats():
+    platform = Recorder()
+    model = load(tiny_gguf("qwen3-moe-every")[0], platform)
+    asked = [case for op, case in platform.asked if op == "moe"]
+    assert asked == [dict(experts=6, top_k=3, format=name, dtype="f32") for name in ("f32", "q4_0")]
+    assert "9 x q4_0 as 6 experts, codes of uint8, groups of 32" in model.report
+    with pytest.raises(Unsupported, match="reference.*sparse layers: too few"):
+        load(tiny_model("mixtral"), Recorder({"moe": "too few"}))
+
+
+def test_experts_one_by_one_come_with_their_number():
+    class Noting(Recorder):
+        def load(self, raws, spec, dtype):
+            noted[spec.role, len(raws), spec.experts, spec.cut] += 1
+            return super().load(raws, spec, dtype)
+
+    noted = Counter()
+    load(tiny_model("mixtral"), Noting())
+    assert (noted["experts", 10, 5, 0], noted["experts", 5, 5, 1]) == (3, 3)
+    noted.clear()
+    load(tiny_gguf("mixtral")[0], Noting())
+    assert (noted["experts", 2, 5, 0], noted["experts", 1, 5, 1]) == (3, 3)
+
+
+def test_strict_refuses_experts_that_would_be_expanded():
+    class NoExperts(Recorder):
+        def supports(self, op: str, **case) -> str | None:
+            return "one by one" if op == "moe" and case["format"] == "q4_0" else super().supports(op, **case)
+
+    path, platform = tiny_gguf("qwen3-moe-every")[0], NoExperts()
+    with pytest.raises(Unsupported, match=r"--strict: .*q4_0 \(one by one\)"):
+        load(path, platform, strict=True)
+    assert not platform.loaded
+    assert "9 x q4_0 expanded to float32 (one by one)" in load(path, NoExperts()).report
+
+
 def test_unknown_dtype():
     with pytest.raises(Unsupported, match="bf16.*f64, f32"):
         load(tiny_model("llama3"), dtype="bf16")
@@ -211,6 +248,7 @@ def test_progress_counts_bytes():
     assert seen[-1] == (size, size) and seen == sorted(seen) and len(seen) > 10
 
 
+E = "model.layers.2.mlp.experts.4.up_proj.weight"
 NORM, Q = "model.layers.1.input_layernorm.weight", "model.layers.0.self_attn.q_proj.weight"
 
 
@@ -223,6 +261,12 @@ NORM, Q = "model.layers.1.input_layernorm.weight", "model.layers.0.self_attn.q_p
     ("llama3", {"tie_word_embeddings": False}, {}, ["lacks", "lm_head.weight"]),
     ("gemma3", {}, {"model.norm.weight": torch.zeros(64, dtype=torch.int8)}, ["model.norm.weight", "i8"]),
     ("llama3", {}, {Q: torch.zeros(64, 64, dtype=torch.int8)}, [Q, "i8", "quantized"]),
+    ("qwen3-moe", {}, {E: None}, ["lacks", E, "'qwen3_moe'"]),
+    ("qwen3-moe", {}, {E: torch.zeros(32, 64)}, [E, "[32, 64]", "[64, 64]"]),
+    ("qwen3-moe", {"num_local_experts": 5}, {}, ["unknown", "model.layers.0.mlp.experts.5.down_proj.weight"]),
+    ("mixtral", {"num_local_experts": 6}, {}, ["lacks", "model.layers.0.mlp.experts.5.gate_proj.weight"]),
+    ("qwen3-moe", {}, {"model.layers.0.mlp.experts.gate_up_proj": torch.zeros(2, 3, 4)}, ["[2, 3, 4]", "2 * n"]),
+    ("qwen3-moe", {"mlp_only_layers": []}, {}, ["lacks", "model.layers.1.mlp.experts.0.", "unknown"]),
 ])
 def test_faults_are_named_before_anything_is_loaded(tmp_path, kind, config, tensors, words):
     platform = Recorder()

@@ -16,6 +16,7 @@ BASE = dict(vocab_size=131, hidden_size=64, intermediate_size=112, num_hidden_la
 LLAMA3_ROPE = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,
                "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
 YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+MOE = dict(num_experts=6, num_experts_per_tok=3, moe_intermediate_size=64)
 
 # name -> (configuration class, what differs from BASE)
 KINDS: dict[str, tuple[str, dict]] = {
@@ -26,6 +27,16 @@ KINDS: dict[str, tuple[str, dict]] = {
     "qwen2": ("Qwen2Config", dict(tie_word_embeddings=True)),
     "qwen2-window": ("Qwen2Config", dict(use_sliding_window=True, sliding_window=6, max_window_layers=1)),
     "qwen3": ("Qwen3Config", dict(head_dim=32)),
+    "mixtral": ("MixtralConfig", dict(num_local_experts=5, sliding_window=9)),
+    "qwen2-moe": ("Qwen2MoeConfig", dict(
+        num_hidden_layers=4, **MOE, norm_topk_prob=False, decoder_sparse_step=2, shared_expert_intermediate_size=80,
+        use_sliding_window=True, sliding_window=6)),
+    "qwen3-moe": ("Qwen3MoeConfig", dict(head_dim=32, **MOE, norm_topk_prob=True, mlp_only_layers=[1])),
+    "qwen3-moe-raw": ("Qwen3MoeConfig", dict(head_dim=32, **MOE, norm_topk_prob=False, tie_word_embeddings=True,
+                                             use_sliding_window=True, sliding_window=7)),
+    # As GGUF files can describe them.
+    "qwen2-moe-every": ("Qwen2MoeConfig", dict(**MOE, norm_topk_prob=False, shared_expert_intermediate_size=64)),
+    "qwen3-moe-every": ("Qwen3MoeConfig", dict(head_dim=32, **MOE, norm_topk_prob=True)),
     "gemma3": ("Gemma3TextConfig", dict(
         head_dim=32, num_hidden_layers=4, sliding_window=6, query_pre_attn_scalar=24, final_logit_softcapping=20.0,
         layer_types=["sliding_attention", "full_attention"] * 2,

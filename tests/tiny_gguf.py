@@ -13,19 +13,24 @@ from gguf import GGMLQuantizationType as Type
 
 from .tiny import hf_model, tiny_model
 
-ARCHS = {"llama3": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3": "gemma3"}
+ARCHS = {"llama3": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3": "gemma3", "mixtral": "llama",
+         "qwen2-moe-every": "qwen2moe", "qwen3-moe-every": "qwen3moe"}
 BLOCKS = {
     "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm", "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+    "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "mlp.gate": "ffn_gate_inp",
+    "mlp.experts.gate_proj": "ffn_gate_exps", "mlp.experts.up_proj": "ffn_up_exps",
+    "mlp.experts.down_proj": "ffn_down_exps", "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp", "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp",
 }
 GEMMA_BLOCKS = BLOCKS | {"post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm",
                          "post_feedforward_layernorm": "post_ffw_norm"}
 WHOLE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 # Neighbours that are stacked get different formats, some of which platforms keep and some not.
 FORMATS = {"q_proj": Type.Q4_1, "k_proj": Type.Q4_1, "v_proj": Type.Q8_0, "o_proj": Type.Q5_0, "gate_proj": Type.Q4_0,
-           "up_proj": Type.Q5_1, "embed_tokens": Type.Q8_0, "lm_head": Type.F16}
+           "up_proj": Type.Q5_1, "down_proj": Type.Q8_0, "embed_tokens": Type.Q8_0, "lm_head": Type.F16}
 
 
 @functools.cache
@@ -44,6 +49,8 @@ def tiny_gguf(kind: str) -> tuple[Path, transformers.PreTrainedModel]:
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
     writer.add_eos_token_id(1)
+    if getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None):
+        _add_experts(writer, config)
     if arch == "gemma3":
         writer.add_sliding_window(config.sliding_window)
         writer.add_uint32("gemma3.attention.sliding_window_pattern", 2)
@@ -60,12 +67,32 @@ def tiny_gguf(kind: str) -> tuple[Path, transformers.PreTrainedModel]:
             layer.self_attn.scaling = _head_dim(config) ** -0.5
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            weight.copy_(torch.from_numpy(_add(writer, name, weight.numpy(), config, arch)))
+            parts = [_add(writer, part, value, config, arch) for part, value in _unfused(name, weight.numpy())]
+            weight.copy_(torch.from_numpy(np.concatenate(parts, -2) if len(parts) > 1 else parts[0]))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return path, model
+
+
+def _add_experts(writer: gguf.GGUFWriter, config: transformers.PreTrainedConfig) -> None:
+    writer.add_expert_count(getattr(config, "num_local_experts", None) or config.num_experts)
+    writer.add_expert_used_count(config.num_experts_per_tok)
+    if config.model_type != "mixtral":
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    if config.model_type == "qwen2_moe":
+        writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+    if getattr(config, "sliding_window", None):
+        writer.add_sliding_window(config.sliding_window)
+
+
+def _unfused(name: str, value: np.ndarray) -> list[tuple[str, np.ndarray]]:
+    """Experts as files have them: gate and up apart."""
+    if name.endswith("gate_up_proj"):
+        return [(name.replace("gate_up", part) + ".weight", half)
+                for part, half in zip(("gate", "up"), np.split(value, 2, axis=1), strict=True)]
+    return [(name if name.endswith(("weight", "bias")) else name + ".weight", value)]
 
 
 def _head_dim(config: transformers.PreTrainedConfig) -> int:
@@ -84,11 +111,15 @@ def _add(writer: gguf.GGUFWriter, name: str, value: np.ndarray, config: transfor
     """Write one parameter the way converters do; what it is after dequantizing."""
     stem, _, end = name.rpartition(".")
     part = stem.rpartition(".")[2]
-    kind = FORMATS.get(part, Type.F32) if value.ndim == 2 and value.shape[1] % 32 == 0 else Type.F32
+    kind = FORMATS.get(part, Type.F32) if value.ndim > 1 and value.shape[-1] % 32 == 0 else Type.F32
+    if value.ndim == 3 and kind != Type.F32:
+        kind = Type.Q4_0  # the parts of an expert share a format
     stored = value + 1 if arch == "gemma3" and "norm" in part else value
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(part, 0)
     if arch == "llama" and heads:
         stored = stored.reshape(heads, 2, -1, stored.shape[1]).swapaxes(1, 2).reshape(stored.shape)
+    if part == "shared_expert_gate":
+        stored = stored[0]  # a vector
     data = gguf.quants.quantize(stored, kind)
     if stem in WHOLE:
         target = WHOLE[stem]
@@ -96,7 +127,7 @@ def _add(writer: gguf.GGUFWriter, name: str, value: np.ndarray, config: transfor
         _, _, layer, block = stem.split(".", 3)
         target = f"blk.{layer}.{(GEMMA_BLOCKS if arch == 'gemma3' else BLOCKS)[block]}"
     writer.add_tensor(f"{target}.{end}", data, raw_dtype=kind)
-    back = gguf.quants.dequantize(data, kind).astype(np.float32)
+    back = gguf.quants.dequantize(data, kind).astype(np.float32).reshape(value.shape)
     if arch == "llama" and heads:
         back = back.reshape(heads, -1, 2, back.shape[1]).swapaxes(1, 2).reshape(back.shape)
     return back - 1 if arch == "gemma3" and "norm" in part else back

@@ -23,8 +23,11 @@ class Architecture(NamedTuple):
 ARCHITECTURES = {
     "llama": Architecture(llama.LLAMA, llama.layout, llama.forward),
     "mistral": Architecture(llama.MISTRAL, llama.layout, llama.forward),
+    "mixtral": Architecture(llama.MIXTRAL, llama.layout, llama.forward),
     "qwen2": Architecture(qwen.QWEN2, llama.layout, llama.forward),
     "qwen3": Architecture(qwen.QWEN3, qwen.layout, qwen.forward),
+    "qwen2_moe": Architecture(qwen.QWEN2_MOE, llama.layout, llama.forward),
+    "qwen3_moe": Architecture(qwen.QWEN3_MOE, qwen.layout, qwen.forward),
     "gemma3_text": Architecture(gemma.GEMMA3, gemma.layout, gemma.forward),
 }
 

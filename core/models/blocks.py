@@ -1,11 +1,11 @@
 """Parts that the model definitions share: pure functions over `Ops`, and the layout of the weights they use.
 
 A layout is a nested mapping of the weight tree's own shape: an `Entry` stands for one leaf, `Projections` for a tuple
-of (weight,) or (weight, bias) leaves.
+of (weight,) or (weight, bias) leaves, `Experts` for one leaf.
 """
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..platform import Ops, Tensor
@@ -33,24 +33,38 @@ class Projections(NamedTuple):
     biases: tuple[Entry, ...]
 
 
-def projections(names: Sequence[str], widths: Sequence[int], width_in: int, cut: int, bias: bool) -> Projections:
+class Experts(NamedTuple):
+    """Matrices `shape` = (out, in) called `parts` of every expert, stacked along the output axis; a checkpoint keeps
+    each as one tensor [experts, out, in], or expert by expert."""
+
+    prefix: str
+    parts: tuple[str, ...]
+    experts: int
+    shape: tuple[int, int]
+    cut: int
+
+    def entries(self, names: Collection[str]) -> tuple[Entry, ...]:
+        """What a checkpoint with these tensors has of them, in the order of `WeightSpec.names`."""
+        stacked = [f"{self.prefix}{part}.weight" for part in self.parts]
+        if all(name in names for name in stacked):
+            return tuple(Entry(name, "experts", (self.experts, *self.shape), self.cut) for name in stacked)
+        return tuple(Entry(f"{self.prefix}{number}.{part}.weight", "experts", self.shape, self.cut)
+                     for number in range(self.experts) for part in self.parts)
+
+
+def projections(names: Sequence[str], widths: Sequence[int], width_in: int, cut: int | None, bias: bool) -> Projections:
     """Projections called `names`, of [widths[i], width_in]."""
     pairs = list(zip(names, widths, strict=True))
     return Projections(tuple(Entry(f"{n}.weight", "linear", (w, width_in), cut) for n, w in pairs),
                        tuple(Entry(f"{n}.bias", "bias", (w,), cut) for n, w in pairs if bias))
 
 
-def layer_layout(config: ModelConfig, index: int) -> Layout:
-    """The attention and gated feed-forward that all dense families have, without their norms."""
-    attn, mlp = f"model.layers.{index}.self_attn.", f"model.layers.{index}.mlp."
-    inner, wide, hidden = config.heads * config.head_dim, config.intermediate, config.hidden
+def attention_layout(config: ModelConfig, index: int) -> Layout:
+    """The projections around attention in layer `index`."""
+    attn, inner = f"model.layers.{index}.self_attn.", config.heads * config.head_dim
     heads = [attn + part for part in ("q_proj", "k_proj", "v_proj")]
-    return {
-        "qkv": projections(heads, config.qkv_widths, hidden, 0, config.qkv_bias),
-        "o": projections([attn + "o_proj"], [hidden], inner, 1, config.o_bias),
-        "gate_up": projections([mlp + "gate_proj", mlp + "up_proj"], [wide, wide], hidden, 0, config.mlp_bias),
-        "down": projections([mlp + "down_proj"], [hidden], wide, 1, config.mlp_bias),
-    }
+    return {"qkv": projections(heads, config.qkv_widths, config.hidden, 0, config.qkv_bias),
+            "o": projections([attn + "o_proj"], [config.hidden], inner, 1, config.o_bias)}
 
 
 def norm_layout(index: int, width: int, names: Mapping[str, str]) -> Layout:
@@ -88,12 +102,6 @@ def attention(ops: Ops, q: Tensor, k: Tensor, v: Tensor, layer: Layer, config: M
     rope = config.rope[index]
     y = ops.attention(ops.rope(q, rope), ops.rope(k, rope), v, index, config.attention[index])
     return ops.all_reduce(project(ops, y.reshape(y.shape[0], -1), layer, "o", (config.hidden,))[0])
-
-
-def gated_mlp(ops: Ops, x: Tensor, layer: Layer, config: ModelConfig) -> Tensor:
-    """down(act(gate(x)) * up(x)): [T, hidden], summed over the ranks."""
-    gate, up = project(ops, x, layer, "gate_up", (config.intermediate, config.intermediate))
-    return ops.all_reduce(project(ops, ops.act_mul(gate, up, config.act), layer, "down", (config.hidden,))[0])
 
 
 def head(ops: Ops, x: Tensor, weights: Mapping[str, Any], rows: Tensor, config: ModelConfig) -> Tensor:

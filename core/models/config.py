@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..errors import CheckpointError
-from ..specs import AttentionSpec, LayerState, RopeSpec
+from ..specs import AttentionSpec, LayerState, MoESpec, RopeSpec
 from .fields import Fields
 from .rope import LOCAL, rope_inv_freq, static_limit
 
@@ -16,12 +16,27 @@ ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu",
 
 
 @dataclass(frozen=True)
+class Sparse:
+    """The sparse feed-forward of a model.
+
+    layers: for each layer, whether it has one.  width: of one expert.  shared: of the expert that every token goes
+    through, weighed by a sigmoid gate; 0 = there is none.
+    """
+
+    spec: MoESpec
+    layers: tuple[bool, ...]
+    width: int
+    shared: int
+
+
+@dataclass(frozen=True)
 class Family:
     """What a model type fixes beyond the words of its configuration.
 
     defaults:    values for keys that its configurations may leave out.
     layer_types: (fields, layers) -> one of "full_attention", "sliding_attention" per layer, when none are listed.
     qkv_bias, o_bias: True or False where the type fixes it, None where the key `attention_bias` decides.
+    sparse:      (fields, layers) -> the sparse feed-forward, for the types that have one.
     """
 
     layer_types: Callable[[Fields, int], tuple[str, ...]]
@@ -31,6 +46,7 @@ class Family:
     qk_norm: bool = False
     scaled_embedding: bool = False
     norms_add_one: bool = False
+    sparse: Callable[[Fields, int], Sparse] | None = None
 
 
 @dataclass(frozen=True)
@@ -39,7 +55,7 @@ class ModelConfig:
 
     hidden, intermediate: widths of the residual stream and of the feed-forward.  eps: of every RMS norm.
     max_position: longest context in tokens.  embed_scale: factor on embeddings.  logit_softcap: as in `Ops.sample`.
-    eos_ids: ids that end a text.  tied: the head is the embedding matrix.
+    eos_ids: ids that end a text.  tied: the head is the embedding matrix.  sparse: None = every layer is dense.
     """
 
     name: str
@@ -65,6 +81,7 @@ class ModelConfig:
     eos_ids: tuple[int, ...]
     rope: tuple[RopeSpec, ...]
     attention: tuple[AttentionSpec, ...]
+    sparse: Sparse | None = None
 
     @property
     def qkv_widths(self) -> tuple[int, int, int]:
@@ -76,12 +93,19 @@ class ModelConfig:
 
         Raises `CheckpointError` when something does not divide.
         """
-        for what, count in (("attention heads", self.heads), ("key and value heads", self.kv_heads),
-                            ("the feed-forward's width", self.intermediate)):
+        sparse = self.sparse
+        shared = [("attention heads", self.heads), ("key and value heads", self.kv_heads)]
+        if sparse is None or not all(sparse.layers):
+            shared.append(("the feed-forward's width", self.intermediate))
+        if sparse is not None:
+            shared += [("an expert's width", sparse.width), ("the shared expert's width", sparse.shared)]
+        for what, count in shared:
             if count % world:
                 raise CheckpointError(f"--tensor-parallel-size {world}: {what}, {count}, cannot be shared evenly")
+        if sparse is not None:
+            sparse = replace(sparse, width=sparse.width // world, shared=sparse.shared // world)
         return replace(self, heads=self.heads // world, kv_heads=self.kv_heads // world,
-                       intermediate=self.intermediate // world)
+                       intermediate=self.intermediate // world, sparse=sparse)
 
     @property
     def state_layers(self) -> tuple[LayerState, ...]:
@@ -119,7 +143,7 @@ def parse_config(config: Mapping[str, Any], family: Family, name: str = "") -> M
         o_bias=attention_bias if family.o_bias is None else family.o_bias,
         mlp_bias=fields.flag("mlp_bias", False), qk_norm=family.qk_norm, norms_add_one=family.norms_add_one,
         eos_ids=eos_ids(fields.get("eos_token_id", ()), vocab_size), rope=_ropes(fields, types),
-        attention=_attentions(fields, types, head_dim))
+        attention=_attentions(fields, types, head_dim), sparse=family.sparse and family.sparse(fields, layers))
 
 
 def eos_ids(value: Any, vocab_size: int) -> tuple[int, ...]:
@@ -135,7 +159,7 @@ def _refuse(fields: Fields) -> None:
     if "quantization_config" in fields:
         method = Fields(fields.get("quantization_config"), "quantization_config").get("quant_method", "unknown")
         raise CheckpointError(f"config: quantization_config with quant_method = {method!r} is not supported; "
-                              "quantized models are read from GGUF files")
+                              "quantized models are read from GGUF files and from MLX checkpoints")
     if fields.flag("use_bidirectional_attention", False):
         raise fields.error("use_bidirectional_attention", True, "false: only causal models generate")
 

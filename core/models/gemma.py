@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..platform import Batch, Ops, Tensor
-from . import blocks
+from . import blocks, feed_forward
 from .config import FULL, Family, ModelConfig
 from .fields import Fields
 from .qwen import QK_NORMS
@@ -32,7 +32,8 @@ GEMMA3 = Family(one_in_six_full, {
 def layout(config: ModelConfig) -> blocks.Layout:
     """The weight tree of `forward`."""
     return blocks.model_layout(config, [
-        blocks.layer_layout(config, i) | blocks.norm_layout(i, config.hidden, NORMS)
+        blocks.attention_layout(config, i) | feed_forward.layout(config, i)
+        | blocks.norm_layout(i, config.hidden, NORMS)
         | blocks.norm_layout(i, config.head_dim, QK_NORMS) for i in range(config.layers)])
 
 
@@ -44,6 +45,6 @@ def forward(config: ModelConfig, ops: Ops, weights: Mapping[str, Any], batch: Ba
         q, k = ops.rms_norm(q, layer["q_norm"], config.eps), ops.rms_norm(k, layer["k_norm"], config.eps)
         y = blocks.attention(ops, q, k, v, layer, config, i)
         x = x + ops.rms_norm(y, layer["attn_out_norm"], config.eps)
-        y = blocks.gated_mlp(ops, ops.rms_norm(x, layer["mlp_norm"], config.eps), layer, config)
+        y = feed_forward.forward(ops, ops.rms_norm(x, layer["mlp_norm"], config.eps), layer, config, i)
         x = x + ops.rms_norm(y, layer["mlp_out_norm"], config.eps)
     return blocks.head(ops, x, weights, batch.logit_rows, config)

@@ -1,11 +1,11 @@
-"""Llama 2, 3 and 3.x, SmolLM2, Mistral: pre-norm layers of attention and a gated feed-forward."""
+"""Llama 2, 3 and 3.x, SmolLM2, Mistral, Mixtral: pre-norm layers of attention and a gated feed-forward."""
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
 from ..platform import Batch, Ops, Tensor
-from . import blocks
+from . import blocks, feed_forward
 from .config import FULL, Family, ModelConfig
 from .fields import Fields
 from .rope import LOCAL
@@ -24,12 +24,14 @@ def all_sliding(fields: Fields, layers: int) -> tuple[str, ...]:
 
 LLAMA = Family(all_full)
 MISTRAL = Family(all_sliding, qkv_bias=False, o_bias=False)
+MIXTRAL = Family(all_sliding, qkv_bias=False, o_bias=False, sparse=feed_forward.mixtral)
 
 
 def layout(config: ModelConfig) -> blocks.Layout:
     """The weight tree of `forward`."""
     return blocks.model_layout(config, [
-        blocks.layer_layout(config, i) | blocks.norm_layout(i, config.hidden, NORMS) for i in range(config.layers)])
+        blocks.attention_layout(config, i) | feed_forward.layout(config, i)
+        | blocks.norm_layout(i, config.hidden, NORMS) for i in range(config.layers)])
 
 
 def forward(config: ModelConfig, ops: Ops, weights: Mapping[str, Any], batch: Batch) -> Tensor:
@@ -38,5 +40,5 @@ def forward(config: ModelConfig, ops: Ops, weights: Mapping[str, Any], batch: Ba
     for i, layer in enumerate(weights["layers"]):
         q, k, v = blocks.qkv(ops, ops.rms_norm(x, layer["attn_norm"], config.eps), layer, config)
         x = x + blocks.attention(ops, q, k, v, layer, config, i)
-        x = x + blocks.gated_mlp(ops, ops.rms_norm(x, layer["mlp_norm"], config.eps), layer, config)
+        x = x + feed_forward.forward(ops, ops.rms_norm(x, layer["mlp_norm"], config.eps), layer, config, i)
     return blocks.head(ops, x, weights, batch.logit_rows, config)

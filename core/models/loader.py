@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
@@ -16,8 +16,8 @@ from ..platform import Batch, Manifest, Ops, Tensor, Unsupported, Weight
 from ..quant.formats import FORMATS, nbytes
 from ..specs import LayerState, RawTensor, WeightSpec
 from .architectures import Architecture, find_architecture
-from .blocks import Entry, Layout, Projections
-from .config import ModelConfig, eos_ids, parse_config
+from .blocks import Entry, Experts, Layout, Projections
+from .config import ModelConfig, Sparse, eos_ids, parse_config
 from .fields import Fields
 
 Progress = Callable[[int, int], None]
@@ -26,6 +26,9 @@ DENSE = {"f64": "float64", "f32": "float32", "f16": "float16", "bf16": "bfloat16
 RENAMED = {"language_model.model.": "model.", "model.language_model.": "model.", "language_model.lm_head.": "lm_head."}
 UNUSED = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
 RECOMPUTED = (".rotary_emb.inv_freq", "rope_freqs.weight")
+# What sparse layers are called: by Mixtral's checkpoints, and by MLX's where experts are stacked.
+SPARSE = {".block_sparse_moe.": ".mlp.", ".switch_mlp.": ".experts.", ".w1.": ".gate_proj.", ".w2.": ".down_proj.",
+          ".w3.": ".up_proj."}
 
 
 @dataclass(frozen=True)
@@ -63,15 +66,15 @@ def load_model(checkpoint: Any, platform: Any, manifest: Manifest, dtype: str, s
     architecture, config = read_config(checkpoint)
     layout = architecture.layout(config)
     names = _tensor_names(checkpoint.names)
-    _check_names(layout, names, config)
-    _check_tensors(layout, names, checkpoint)
+    wanted = list(entries(layout, names))
+    _check_names(wanted, names, config)
+    _check_tensors(wanted, names, checkpoint)
     rank = config.per_rank(world)
     _check_attention(rank, platform, manifest, dtype, page_size or manifest.page_sizes[0])
-    reasons = _format_reasons(layout, names, checkpoint, platform, manifest, dtype)
-    expanded = {f: r for f, r in reasons.items() if r is not None}
+    reasons = _format_reasons(wanted, names, checkpoint, platform, manifest, dtype, config.sparse)
+    expanded = sorted({f"{f} ({reason})" for (_, f), reason in reasons.items() if reason is not None})
     if strict and expanded:
-        raise Unsupported("--strict: these formats would be expanded: "
-                          + "; ".join(f"{f} ({r})" for f, r in sorted(expanded.items())))
+        raise Unsupported("--strict: these formats would be expanded: " + "; ".join(expanded))
     placer = _Placer(checkpoint, names, platform, dtype, reasons, progress,
                      config.norms_add_one and not checkpoint.norms_include_one, strict)
     weights = placer.place(layout)
@@ -95,16 +98,18 @@ def model_name(path: Path) -> str:
     return Path(path).stem if Path(path).suffix == ".gguf" else Path(path).name
 
 
-def entries(layout: Layout) -> Iterator[Entry]:
-    """Every entry of a layout, in order."""
+def entries(layout: Layout, names: Collection[str]) -> Iterator[Entry]:
+    """Every entry of a layout, in order, for a checkpoint with the tensors `names`."""
     for value in layout.values():
         if isinstance(value, Entry):
             yield value
         elif isinstance(value, Projections):
             yield from value.weights + value.biases
+        elif isinstance(value, Experts):
+            yield from value.entries(names)
         else:
             for layer in value:
-                yield from entries(layer)
+                yield from entries(layer, names)
 
 
 def _eos_ids(checkpoint: Any, config: ModelConfig) -> tuple[int, ...]:
@@ -121,12 +126,15 @@ def _tensor_names(names: frozenset[str]) -> dict[str, str]:
         if name.startswith(UNUSED) or name.endswith(RECOMPUTED):
             continue
         prefix = next((p for p in RENAMED if name.startswith(p)), "")
-        canonical[RENAMED.get(prefix, "") + name[len(prefix):]] = name
+        short = RENAMED.get(prefix, "") + name[len(prefix):]
+        for theirs, ours in SPARSE.items():
+            short = short.replace(theirs, ours)
+        canonical[short] = name
     return canonical
 
 
-def _check_names(layout: Layout, names: Mapping[str, str], config: ModelConfig) -> None:
-    wanted = {entry.name for entry in entries(layout)}
+def _check_names(entries: Sequence[Entry], names: Mapping[str, str], config: ModelConfig) -> None:
+    wanted = {entry.name for entry in entries}
     missing, extra = wanted - names.keys(), names.keys() - wanted
     if config.tied:
         extra -= {"lm_head.weight"}  # some files store the tied matrix twice
@@ -141,8 +149,8 @@ def _list(names: set[str], limit: int = 8) -> str:
     return shown + (f" and {len(names) - limit} more" if len(names) > limit else "")
 
 
-def _check_tensors(layout: Layout, names: Mapping[str, str], checkpoint: Any) -> None:
-    for entry in entries(layout):
+def _check_tensors(entries: Sequence[Entry], names: Mapping[str, str], checkpoint: Any) -> None:
+    for entry in entries:
         name, shape = checkpoint.describe(names[entry.name])
         vector = entry.role in ("norm", "bias")
         if name not in DENSE and (vector or FORMATS[name].kind == "int"):
@@ -161,23 +169,34 @@ def _check_attention(config: ModelConfig, platform: Any, manifest: Manifest, dty
             raise Unsupported(f"{manifest.name} cannot do this model's attention: {reason}")
 
 
-def _format_reasons(layout: Layout, names: Mapping[str, str], checkpoint: Any, platform: Any, manifest: Manifest,
-                    dtype: str) -> dict[str, str | None]:
-    """Quantized format -> None if the platform keeps it, else why it must be expanded."""
-    formats = {checkpoint.describe(names[entry.name])[0] for entry in entries(layout)}
-    reasons: dict[str, str | None] = {}
-    for name in sorted(formats - set(DENSE)):
-        reasons[name] = f"no kernel on {manifest.name}"
-        if name in manifest.formats:
-            reasons[name] = platform.supports("linear", format=name, dtype=dtype)
+def _format_reasons(entries: Sequence[Entry], names: Mapping[str, str], checkpoint: Any, platform: Any,
+                    manifest: Manifest, dtype: str, sparse: Sparse | None) -> dict[tuple[str, str], str | None]:
+    """(op, quantized format) -> None if the platform keeps it, else why it must be expanded."""
+    cases: dict[str, dict[str, Any]] = {"linear": {}}
+    if sparse is not None:
+        cases["moe"] = dict(experts=sparse.spec.experts, top_k=sparse.spec.top_k)
+        reason = platform.supports("moe", **cases["moe"], format=dtype, dtype=dtype)
+        if reason is not None or "moe" not in manifest.features:
+            raise Unsupported(f"{manifest.name} cannot do this model's sparse layers: {reason or 'it has none'}")
+    reasons: dict[tuple[str, str], str | None] = {}
+    for op, name in sorted({(_op(entry.role), checkpoint.describe(names[entry.name])[0]) for entry in entries}):
+        if name not in DENSE:
+            reasons[op, name] = f"no kernel on {manifest.name}"
+            if name in manifest.formats:
+                reasons[op, name] = platform.supports(op, **cases[op], format=name, dtype=dtype)
     return reasons
+
+
+def _op(role: str) -> str:
+    """What uses a matrix, as `Platform.supports` calls it."""
+    return "moe" if role == "experts" else "linear"
 
 
 class _Placer:
     """Places a layout's entries one by one, and counts them."""
 
     def __init__(self, checkpoint: Any, names: Mapping[str, str], platform: Any, dtype: str,
-                 reasons: Mapping[str, str | None], progress: Progress | None, add_one: bool, strict: bool):
+                 reasons: Mapping[tuple[str, str], str | None], progress: Progress | None, add_one: bool, strict: bool):
         self.checkpoint, self.names, self.platform, self.dtype = checkpoint, names, platform, dtype
         self.reasons, self.progress, self.add_one, self.strict = reasons, progress, add_one, strict
         self.kept: Counter[tuple[str, str]] = Counter()      # by format and how it is held
@@ -192,6 +211,8 @@ class _Placer:
                 tree[key] = self._load([value])
             elif isinstance(value, Projections):
                 tree[key] = self._place_projections(value)
+            elif isinstance(value, Experts):
+                tree[key] = self._load(value.entries(self.names), value.experts)
             else:
                 tree[key] = [self.place(layer) for layer in value]
         return tree
@@ -217,12 +238,12 @@ class _Placer:
     def _kept(self, entry: Entry) -> str:
         """What the platform will hold it as: neighbours that agree can share a leaf."""
         name, _ = self.checkpoint.describe(self.names[entry.name])
-        return self.dtype if name in DENSE or self.reasons[name] else name
+        return self.dtype if name in DENSE or self.reasons["linear", name] else name
 
-    def _load(self, stack: Sequence[Entry]) -> Weight:
-        spec = WeightSpec(tuple(entry.name for entry in stack), stack[0].role, stack[0].cut)
+    def _load(self, stack: Sequence[Entry], experts: int = 0) -> Weight:
+        spec = WeightSpec(tuple(entry.name for entry in stack), stack[0].role, stack[0].cut, experts)
         raws = [self.checkpoint.tensor(self.names[name]) for name in spec.names]
-        self.done += sum(memoryview(raw.data).nbytes for raw in raws)
+        self.done += sum(memoryview(part.data).nbytes for raw in raws for part in (raw, *raw.extra))
         if spec.role == "norm" and self.add_one:
             raws = [_plus_one(raw) for raw in raws]
         try:
@@ -239,13 +260,14 @@ class _Placer:
         how = self.platform.describe(leaf) if hasattr(self.platform, "describe") else ""
         expanded = how.endswith((self.dtype, DENSE[self.dtype]))
         for name, raw in zip(spec.names, raws, strict=True):
-            dense, reason = raw.dtype in DENSE, self.reasons.get(raw.dtype)
+            dense, reason = raw.dtype in DENSE, self.reasons.get((_op(spec.role), raw.dtype))
             if expanded and not dense and not reason:
                 reason = "the embedding" if spec.role == "embed" else "its shape"
                 if self.strict:
                     raise Unsupported(f"--strict: {name} is stored as {raw.dtype} and would be expanded to "
                                       f"{DENSE[self.dtype]} ({reason})")
-            self.nbytes += nbytes(self.dtype if dense or reason else raw.dtype, raw.shape)
+            held = RawTensor(self.dtype, raw.shape, None) if dense or reason else raw
+            self.nbytes += sum(nbytes(part.dtype, part.shape) for part in (held, *held.extra))
             if spec.role in ("norm", "bias"):
                 continue
             if reason:

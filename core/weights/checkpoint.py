@@ -11,24 +11,32 @@ import numpy as np
 from ..errors import CheckpointError
 from ..quant.formats import FORMATS, SAFETENSORS_TYPES, nbytes
 from ..specs import RawTensor
-from . import gguf_config
+from . import gguf_config, mlx
 from .files import read_json
 from .gguf import GGUF, read_split, split_paths
 from .safetensors import INDEX, open_model
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 SIDECARS = ("mmproj", "mtp")  # GGUF files beside a model that are no model of their own
+MAX_EXPERTS = 4096
 _FACTORS = "rope_freqs.weight"
+_FUSED = ".experts.gate_up_proj"  # [experts, 2 * width, in] as transformers 5 holds it; without ".weight"
 
 
 class Place(NamedTuple):
-    """Where a tensor lies. `heads` > 0: its rows are the interleaved pairs of that many heads."""
+    """Where a tensor lies. `heads` > 0: its rows are the interleaved pairs of that many heads. `beside`: the tensors
+    that its format keeps apart from the codes."""
 
     map: mmap.mmap
     dtype: str
     shape: tuple[int, ...]
     offset: int
     heads: int = 0
+    beside: tuple[Place, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        return nbytes(self.dtype, self.shape) + sum(part.nbytes for part in self.beside)
 
 
 class Checkpoint:
@@ -54,7 +62,7 @@ class Checkpoint:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors as stored."""
-        return sum(nbytes(p.dtype, p.shape) for p in self._places.values())
+        return sum(place.nbytes for place in self._places.values())
 
     def formats(self) -> dict[str, int]:
         """How many tensors are stored in each format, the most frequent first."""
@@ -62,8 +70,7 @@ class Checkpoint:
 
     def tensor(self, name: str) -> RawTensor:
         """The tensor's bytes, a view of the file except where rows must be put in order. Raises `CheckpointError`."""
-        place = self._place(name)
-        return RawTensor(place.dtype, place.shape, _read(place))
+        return _raw(self._place(name))
 
     def describe(self, name: str) -> tuple[str, tuple[int, ...]]:
         """Format and logical shape of a tensor, without touching its bytes. Raises `CheckpointError`."""
@@ -79,7 +86,7 @@ class Checkpoint:
 
     def close(self) -> None:
         """Give the files back. Views handed out before stay valid and keep their file mapped until they are gone."""
-        maps = {id(p.map): p.map for p in self._places.values()}
+        maps = {id(p.map): p.map for place in self._places.values() for p in (place, *place.beside)}
         self._places = {}
         for mapping in maps.values():
             try:
@@ -131,11 +138,39 @@ def _open_folder(folder: Path) -> Checkpoint:
         raise CheckpointError(f"{folder} has safetensors but no config.json: get it from where the model came from")
     config = read_json(folder / "config.json")
     extra = folder / "generation_config.json"
-    places = {}
+    places: dict[str, Place] = {}
     for name, file in open_model(folder):
         entry = file.tensors[name]
-        places[name] = Place(file.map, SAFETENSORS_TYPES[entry.dtype], entry.shape, file.base + entry.begin)
+        place = Place(file.map, SAFETENSORS_TYPES[entry.dtype], entry.shape, file.base + entry.begin)
+        places |= _apart(f"{folder}: tensor {name!r}", name, place)
+    if "quantization" in config:
+        places = _with_affine(folder, config.pop("quantization"), places)
+        config.pop("quantization_config", None)  # MLX writes it twice, the second time for other programs
     return Checkpoint(folder, "safetensors", config, places, generation=read_json(extra) if extra.is_file() else None)
+
+
+def _apart(where: str, name: str, place: Place) -> dict[str, Place]:
+    """A tensor under its name; fused experts one by one and gate apart from up, as other checkpoints have them."""
+    if name.endswith(".experts.down_proj"):
+        return {f"{name}.weight": place}
+    if not name.endswith(_FUSED):
+        return {name: place}
+    experts, rows, width = place.shape if len(place.shape) == 3 else (0, 0, 0)
+    if not 1 <= experts <= MAX_EXPERTS or rows % 2:
+        raise CheckpointError(f"{where} has shape {list(place.shape)}, not [1 to {MAX_EXPERTS} experts, 2 * n, m]")
+    half = place._replace(shape=(rows // 2, width))
+    return {f"{name.removesuffix(_FUSED)}.experts.{i // 2}.{('gate_proj', 'up_proj')[i % 2]}.weight":
+            half._replace(offset=place.offset + i * half.nbytes) for i in range(2 * experts)}
+
+
+def _with_affine(folder: Path, quantization: Any, places: dict[str, Place]) -> dict[str, Place]:
+    """Each quantized tensor of an MLX checkpoint as one, with its logical shape."""
+    stored = {name: (place.dtype, place.shape) for name, place in places.items()}
+    for stem, (dtype, shape) in mlx.affine_tensors(str(folder / "config.json"), quantization, stored).items():
+        beside = tuple(places.pop(f"{stem}.{end}") for end in mlx.BESIDE)
+        codes = places[f"{stem}.weight"]
+        places[f"{stem}.weight"] = codes._replace(dtype=dtype, shape=shape, beside=beside)
+    return places
 
 
 def _pickle_advice() -> str:
@@ -156,11 +191,12 @@ def _open_gguf(path: Path) -> Checkpoint:
         info, canonical = part.tensors[name], gguf_config.canonical_name(name, arch.model_type)
         if canonical in places:
             raise CheckpointError(f"{part.path}: tensor {name!r} means {canonical!r}, which another tensor is already")
+        shape = (1, *info.shape) if name.endswith("ffn_gate_inp_shexp.weight") and len(info.shape) == 1 else info.shape
         heads = 0
         if arch.permuted and gguf_config.heads_key(name):
             heads = config.get(gguf_config.heads_key(name), 0)
             _check_heads(f"{part.path}: tensor {name!r}", info.shape, info.dtype, heads)
-        places[canonical] = Place(part.map, info.dtype, info.shape, info.offset, heads)
+        places[canonical] = Place(part.map, info.dtype, shape, info.offset, heads)
     return Checkpoint(path, "gguf", config, places, metadata, norms_include_one=arch.norms_include_one)
 
 
@@ -179,6 +215,10 @@ def _check_heads(where: str, shape: tuple[int, ...], dtype: str, heads: int) -> 
     plain = FORMATS[dtype].block == 1
     if not heads or not shape or shape[0] == 0 or shape[0] % (2 * heads) or (len(shape) == 1 and not plain):
         raise CheckpointError(f"{where} is {dtype} of shape {shape}, which {heads} heads of an even size cannot share")
+
+
+def _raw(place: Place) -> RawTensor:
+    return RawTensor(place.dtype, place.shape, _read(place), tuple(map(_raw, place.beside)))
 
 
 def _read(place: Place) -> np.ndarray:

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from ...core.platform import RawTensor, Unsupported, WeightSpec
 from ..expand import CODECS, affine, expand
+from ..experts import by_expert
 
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 GROUP = 32
@@ -173,8 +174,7 @@ def load_weight(raws: Sequence[RawTensor], spec: WeightSpec, dtype: str) -> Leaf
     if spec.role == "embed":
         return Table(_stacked(raws, dtype))
     if spec.role == "experts":
-        return Experts(tuple(_matrix([_expert(raw, number) for raw in raws], dtype)
-                             for number in range(raws[0].shape[0])))
+        return Experts(tuple(_matrix(parts, dtype) for parts in by_expert(raws, spec)))
     return _matrix(raws, dtype)
 
 
@@ -190,9 +190,3 @@ def _matrix(raws: Sequence[RawTensor], dtype: str) -> Dense | Int4Groups:
 def _stacked(raws: Sequence[RawTensor], dtype: str) -> torch.Tensor:
     parts = [torch.from_numpy(expand(raw)).to(DTYPES[dtype]) for raw in raws]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def _expert(raw: RawTensor, number: int) -> RawTensor:
-    """One expert's [out, in] of an [experts, out, in] tensor."""
-    data = np.frombuffer(raw.data, np.uint8).reshape(raw.shape[0], -1)
-    return RawTensor(raw.dtype, raw.shape[1:], data[number])

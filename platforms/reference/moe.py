@@ -6,7 +6,7 @@ import math
 import numpy as np
 
 from ...core.platform import MoESpec, Unsupported
-from .quant import Leaf
+from .quant import Experts
 
 erf = np.vectorize(math.erf, otypes=[np.float64])
 
@@ -48,7 +48,7 @@ def route(logits: np.ndarray, spec: MoESpec) -> tuple[np.ndarray, np.ndarray]:
     return chosen, weights * spec.scale
 
 
-def moe(x: np.ndarray, router_logits: np.ndarray, w13: Leaf, w2: Leaf, spec: MoESpec) -> np.ndarray:
+def moe(x: np.ndarray, router_logits: np.ndarray, w13: Experts, w2: Experts, spec: MoESpec) -> np.ndarray:
     chosen, weights = route(router_logits, spec)
     out = np.zeros(x.shape, np.float64)
     for expert in np.unique(chosen):

@@ -11,7 +11,7 @@ import numpy as np
 from ...core.platform import AttentionSpec, Batch, MoESpec, RopeSpec, StateSpec, StepResult
 from .attention import LayerCache, paged_attention
 from .moe import act_mul, moe
-from .quant import Dense, Leaf
+from .quant import Dense, Experts, QuantLinear
 from .sampling import best_ids, choose, log_softmax
 
 
@@ -32,10 +32,10 @@ class Ops:
         self.seqs = batch.seqs[batch.rows]  # sequence slot of each token
         self.last = state.last[self.seqs]
 
-    def embed(self, ids: np.ndarray, weight: Leaf) -> np.ndarray:
+    def embed(self, ids: np.ndarray, weight: Dense | QuantLinear) -> np.ndarray:
         return weight.rows(np.where(ids < 0, self.last, ids))
 
-    def linear(self, x: np.ndarray, weight: Leaf, bias: Dense | None = None) -> np.ndarray:
+    def linear(self, x: np.ndarray, weight: Dense | QuantLinear, bias: Dense | None = None) -> np.ndarray:
         out = weight.product(x)
         return out if bias is None else out + bias.values
 
@@ -58,7 +58,8 @@ class Ops:
     def act_mul(self, gate: np.ndarray, up: np.ndarray, kind: str) -> np.ndarray:
         return act_mul(gate, up, kind)
 
-    def moe(self, x: np.ndarray, router_logits: np.ndarray, w13: Leaf, w2: Leaf, spec: MoESpec) -> np.ndarray:
+    def moe(self, x: np.ndarray, router_logits: np.ndarray, w13: Experts, w2: Experts,
+            spec: MoESpec) -> np.ndarray:
         return moe(x, router_logits, w13, w2, spec)
 
     def all_reduce(self, x: np.ndarray) -> np.ndarray:
