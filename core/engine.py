@@ -66,12 +66,13 @@ class EngineCore:
     """Model, cache and scheduler on one platform, one step at a time.
 
     clock: seconds, monotonic; tests pass a virtual one. progress(stage, done, total) is told about loading.
+    platform: an object that was not probed yet, in place of the one that the settings name (conformance).
     """
 
     def __init__(self, config: Config, progress: Callable[[str, int, int | None], None] | None = None,
-                 clock: Callable[[], float] = time.monotonic):
+                 clock: Callable[[], float] = time.monotonic, platform: Any = None):
         began = time.monotonic()
-        loaded = startup.load(config, progress)
+        loaded = startup.load(config, progress, platform)
         self._platform, self._manifest, self._model = loaded.platform, loaded.manifest, loaded.model
         sizes = loaded.sizes
         self._page_size, self._overlap, self._clock = sizes.page_size, loaded.overlap, clock

@@ -53,10 +53,13 @@ class Loaded:
     notes: tuple[str, ...]
 
 
-def load(config: Config, progress: Progress | None = None) -> Loaded:
-    """Do all of it. Raises `Unavailable`, `Unsupported`, `ConfigError` or `CheckpointError` with the way out."""
+def load(config: Config, progress: Progress | None = None, platform: Any = None) -> Loaded:
+    """Do all of it. Raises `Unavailable`, `Unsupported`, `ConfigError` or `CheckpointError` with the way out.
+
+    platform: an object that was not probed yet, in place of the one that the settings name.
+    """
     tell = progress or (lambda stage, done, total: None)
-    platform, manifest, reason = claim_platform(config)
+    platform, manifest, reason = claim_platform(config, platform)
     world = manifest.local_ranks
     dtype = compute_dtype(config, manifest)
     page_size = choose_page_size(config, manifest)
@@ -78,17 +81,19 @@ def load(config: Config, progress: Progress | None = None) -> Loaded:
     return Loaded(platform, manifest, reason, path, model, dtype, sizes, overlap, sampling, tuple(notes))
 
 
-def claim_platform(config: Config) -> tuple[Any, Manifest, str]:
-    """The platform asked for, or the best there is, probed: (platform, manifest, why this one)."""
-    options = platform_options(config.platform.platform_option)
-    name, reason = config.platform.platform, "named by the user"
-    if name == "auto":
-        name, reason = choose_platform(options)
-    platform = load_platform(name, options)
+def claim_platform(config: Config, platform: Any = None) -> tuple[Any, Manifest, str]:
+    """The platform given or asked for, or the best there is, probed: (platform, manifest, why this one)."""
+    reason = "given by the caller"
+    if platform is None:
+        options = platform_options(config.platform.platform_option)
+        name, reason = config.platform.platform, "named by the user"
+        if name == "auto":
+            name, reason = choose_platform(options)
+        platform = load_platform(name, options)
     world = config.parallel.tensor_parallel_size
     manifest = platform.probe(0, world)
     if manifest.local_ranks != world:
-        raise ConfigError(f"--tensor-parallel-size {world}: {name} runs one rank in each process, and engines of "
+        raise ConfigError(f"--tensor-parallel-size {world}: {manifest.name} runs one rank in each process, and engines of "
                           "several processes are not built yet")
     return platform, manifest, reason
 

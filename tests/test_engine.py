@@ -42,7 +42,7 @@ def engine(monkeypatch):
         sizes = startup.Sizes(state, page_size=4, pages=30, max_model_len=48, max_running=4, chunk=12)
         loaded = startup.Loaded(device, device.probe(), "named by the test", Path("hash"), model, "f32", sizes, overlap,
                                 {}, ())
-        monkeypatch.setattr(startup, "load", lambda config, progress: loaded)
+        monkeypatch.setattr(startup, "load", lambda config, progress, platform: loaded)
         core = EngineCore(Config(scheduler=SchedulerSettings(**scheduler)), clock=lambda: 1.0)
         core.device, core.cache.pool.strict = device, True
         return core
