@@ -27,7 +27,8 @@ class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     device:  what it computes on there, for people.  runner: labels of the machine; hosted: an ordinary one of the CI
     service, so that the job always runs.  install: words after `pip install`, in a fresh environment.
-    without: modules that must not be importable there.  environment: variables.
+    without: modules that must not be importable there.  environment: variables.  whole: all tests that can be run in
+    that environment, not only those of the platform.  conformance: seconds that the suite takes on two cores.
     """
 
     name: str
@@ -37,6 +38,8 @@ class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     hosted: bool = True
     without: tuple[str, ...] = ()
     environment: dict[str, str] = {}
+    whole: bool = False
+    conformance: int = 180
 
 
 class Claim(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -139,6 +142,13 @@ def excess(claim: Claim, manifest: Manifest) -> list[str]:
     if manifest.interface != claim.interface:
         found.append(f"interface: {manifest.interface}, its file says {claim.interface}")
     return found
+
+
+def capabilities(claim: Claim) -> frozenset[str]:
+    """What tests may need of a platform, in words: "bf16", "kv bf16", "q4_0", "pages of 16", "2 ranks", features."""
+    sizes = [f"pages of {n}" for n in claim.page_sizes] + [f"{n} ranks" for n in range(2, claim.max_ranks + 1)]
+    return frozenset([*claim.compute_dtypes, *claim.formats, *claim.features, *(f"kv {d}" for d in claim.kv_dtypes),
+                      *sizes])
 
 
 def missing_features(platform: Any, manifest: Manifest) -> dict[str, str]:

@@ -132,23 +132,25 @@ def test_a_package_without_a_file_says_where_it_would_be(outside):
 
 # ---- what is probed
 
-@pytest.fixture(params=FOLDERS)
-def probed(request):
+@pytest.fixture
+def probed(platform_name):
     """A platform of the tree, probed, and its file."""
     try:
-        platform = discovery.load_platform(request.param)
+        platform = discovery.load_platform(platform_name)
         manifest = platform.probe()
     except Unavailable as error:
         pytest.skip(f"unavailable: {error}")
-    yield platform, manifest, manifests.read_claim(discovery.list_platforms()[request.param])
+    yield platform, manifest, manifests.read_claim(discovery.list_platforms()[platform_name])
     getattr(platform, "close", lambda: None)()
 
 
+@pytest.mark.needs()
 def test_a_probe_claims_no_more_than_the_file(probed):
     _, manifest, claim = probed
     assert manifests.excess(claim, manifest) == []
 
 
+@pytest.mark.needs()
 def test_a_platform_that_can_run_gives_the_reasons_of_its_file(probed):
     platform, manifest, claim = probed
     given = manifests.missing_features(platform, manifest)

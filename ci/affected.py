@@ -1,0 +1,80 @@
+"""Which jobs of ci/matrix.json a change needs: `python ci/affected.py FILE...`, or `--since COMMIT`.
+
+Derived from the import graph. Core is in every job; a platform's folder is in its own jobs and in those whose tests
+import it; prose is in none. A file that nothing is known about needs every job. Style and layout are checked always.
+"""
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import graph
+
+PROSE = (".md", ".rst", ".txt")
+PROSE_FOLDERS = ("docs", "benchmarks")
+
+
+@cache
+def jobs() -> dict[str, Any]:
+    return json.loads((graph.ROOT / "ci" / "matrix.json").read_text("utf-8"))["jobs"]
+
+
+def everywhere() -> set[str]:
+    """Platforms that compute with nothing beyond core's libraries: every job has them, to compare with."""
+    return {p.parts[1] for p in graph.sources() if p.match("platforms/*/platform.py")
+            and graph.libraries(p) <= graph.installed_by([])}
+
+
+@cache
+def files_of(name: str) -> frozenset[Path]:
+    """Sources that a job runs: core, its platform, the conformance suite, its test files, and all that these import."""
+    job = jobs()[name]
+    folders = [Path("core"), Path("tests/conformance"), Path("platforms", job["platform"])]
+    folders += [Path("platforms", platform) for platform in everywhere()]
+    roots = {p for p in graph.sources() if any(p.is_relative_to(folder) for folder in folders)}
+    roots.add(Path("tests/conftest.py"))
+    tests = map(Path, job["tests"])
+    if job["whole"]:
+        tests = graph.whole_suite({other["library"] for other in jobs().values()} - {job["library"], ""})
+    return frozenset(graph.reach(roots | set(tests)))
+
+
+def affected(files: list[str]) -> list[str]:
+    """Names of the jobs that a change of these files needs, in the matrix's order."""
+    needed: set[str] = set()
+    for path in map(Path, files):
+        if path.suffix in PROSE or path.parts[0] in PROSE_FOLDERS or path.name == "LICENSE":
+            continue
+        having = {name for name in jobs() if path in files_of(name)}
+        if not having and path.parts[0] == "platforms" and path.parts[1] not in everywhere():  # such as its ledger.toml
+            having = {name for name, job in jobs().items() if job["platform"] == path.parts[1]}
+        needed |= having or set(jobs())
+    return [name for name in jobs() if name in needed]
+
+
+def changed_since(commit: str) -> list[str] | None:
+    """Files that differ between a commit and the checkout; None when git cannot say."""
+    done = subprocess.run(["git", "diff", "--name-only", f"{commit}...HEAD"], cwd=graph.ROOT, capture_output=True,
+                          text=True)
+    return done.stdout.splitlines() if done.returncode == 0 else None
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("files", nargs="*", metavar="FILE", help="relative to the repository's root")
+    parser.add_argument("--since", metavar="COMMIT", help="the files that differ from it; all jobs if git cannot say")
+    parser.add_argument("--json", action="store_true", help="print a JSON list")
+    given = parser.parse_args(argv)
+    files = given.files if given.since is None else changed_since(given.since)
+    names = list(jobs()) if files is None else affected(files)
+    print(json.dumps(names) if given.json else "\n".join(names))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

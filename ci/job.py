@@ -1,0 +1,97 @@
+"""Run one job of ci/matrix.json in a fresh environment: `python ci/job.py mlx [--report FILE] [--venv FOLDER]`.
+
+The environment is made, shown to lack what the job is to do without, then the conformance suite and the job's tests
+run. The report (JSON) holds what was found, with date and commit; `ci/cells.py` and `ci/tables.py` read it.
+"""
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import venv
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+NONE_COLLECTED = 5  # pytest's exit code
+
+
+def make_environment(folder: Path, words: list[str]) -> Path:
+    """A virtual environment with `pip install WORDS`, run at the repository's root; its Python."""
+    venv.create(folder, with_pip=True)
+    python = folder / ("Scripts" if os.name == "nt" else "bin") / "python"
+    subprocess.run([python, "-m", "pip", "install", "-q", "--disable-pip-version-check", *words], cwd=ROOT, check=True)
+    return python
+
+
+def check_absent(python: Path, modules: list[str]) -> None:
+    """Fail when one of the modules can be imported."""
+    for module in modules:
+        done = subprocess.run([python, "-c", f"import {module}"], capture_output=True, cwd=tempfile.gettempdir())
+        if done.returncode == 0:
+            raise SystemExit(f"{module} can be imported, and this job is to show that nothing needs it")
+        print(f"  {module} cannot be imported, as it should be", flush=True)
+
+
+def conformance(python: Path, platform: str) -> dict[str, Any] | None:
+    """The suite's report, or None when it gave none."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "report.json")
+        subprocess.run([python, "-m", "isthmus.core.cli.main", "conformance", f"--platform={platform}",
+                        f"--json={path}"], cwd=ROOT)
+        return json.loads(path.read_text("utf-8")) if path.is_file() else None
+
+
+def test(python: Path, platform: str, job: dict[str, Any]) -> str:
+    """Run the job's tests: "passed", "failed", or "unverified" where there were none."""
+    chosen = [] if job["whole"] else ["--platform", platform, "-m", "slow or not slow"]
+    codes = [subprocess.run([python, "-m", "pytest", "-q", *job["tests"], *chosen], cwd=ROOT).returncode
+             if job["tests"] else NONE_COLLECTED]
+    if job["whole"]:
+        codes.append(subprocess.run([python, "-m", "pytest", "-q", "-m", "slow", *job["tests"]], cwd=ROOT).returncode)
+    if set(codes) == {NONE_COLLECTED}:
+        return "unverified"
+    return "passed" if set(codes) <= {0, NONE_COLLECTED} else "failed"
+
+
+def commit() -> str:
+    done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    return done.stdout.strip() or "unknown"
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("name")
+    parser.add_argument("--report", type=Path, metavar="FILE", help="where the report goes")
+    parser.add_argument("--venv", type=Path, metavar="FOLDER", help="where the environment is made")
+    parser.add_argument("--python", type=Path, help="use this one's environment instead of making one")
+    given = parser.parse_args(argv)
+    jobs = json.loads((ROOT / "ci" / "matrix.json").read_text("utf-8"))["jobs"]
+    if given.name not in jobs:
+        parser.error(f"there is no job {given.name}; there are: {', '.join(jobs)}")
+    job = jobs[given.name]
+    os.environ.update(job["environment"])
+    print(f"{given.name}: {job['title']}", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        python = given.python or make_environment(given.venv or Path(folder, "venv"), job["install"])
+        check_absent(python, job["without"])
+        found = conformance(python, job["platform"])
+        tests = test(python, job["platform"], job)
+    if given.report:
+        given.report.parent.mkdir(parents=True, exist_ok=True)
+        given.report.write_text(json.dumps({
+            "job": given.name, "platform": job["platform"], "device": job["device"],
+            "date": datetime.now(UTC).date().isoformat(), "commit": commit(), "tests": tests, "conformance": found,
+        }, indent=1, ensure_ascii=False) + "\n", "utf-8")
+    ok = found is not None and found["ok"] and tests != "failed"
+    print(f"{given.name}: conformance {'gave no report' if found is None else 'ok' if found['ok'] else 'failed'}, "
+          f"tests {tests}")
+    return 0 if ok else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

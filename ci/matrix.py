@@ -1,0 +1,187 @@
+"""Write the CI matrix from the platforms' manifests: ci/matrix.json and .github/workflows/platforms.yml.
+
+`python ci/matrix.py` writes both, `--check` fails when they are stale. A job is one platform on one kind of machine.
+Its time limit follows from the seconds that its test files and its conformance run declare.
+"""
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import graph
+from isthmus.core import manifests
+from isthmus.core.discovery import Found, platform_root
+
+PYTHON = "3.12"
+INSTALL = 300   # seconds to make an environment
+SLACK = 3       # times slower than declared before a job is stopped
+JSON, WORKFLOW = Path("ci/matrix.json"), Path(".github/workflows/platforms.yml")
+LIGHT = ("tests/test_layout.py", "tests/test_ci.py", "tests/test_registry.py")  # what every change must pass
+
+
+def claims() -> dict[str, manifests.Claim]:
+    """Manifests of the platforms of this tree."""
+    names = sorted(p.parent.name for p in platform_root().glob("*/platform.py"))
+    return {name: manifests.read_claim(Found(name, "folder")) for name in names}
+
+
+def tests_of(platform: str, claim: manifests.Claim, job: manifests.Job) -> list[Path]:
+    """Test files about a platform that the job's environment can import: what imports its folder, skips without its
+    library, or declares capabilities that it offers."""
+    present = graph.installed_by(job.install)
+    offered = manifests.capabilities(claim)
+    folder = Path("platforms", platform)
+    chosen = []
+    for path in graph.test_files():
+        if not graph.libraries(path) <= present:
+            continue
+        own = any(p.is_relative_to(folder) for p in graph.imports(path)) and bool(claim.library)
+        asked = {*graph.libraries(path), *graph.optional_libraries(path)}
+        if own or claim.library in asked or any(words <= offered for words in graph.needs(path)):
+            chosen.append(path)
+    return chosen
+
+
+def matrix() -> dict[str, Any]:
+    """Every job as plain data, by name."""
+    jobs: dict[str, Any] = {}
+    frameworks = {claim.library for claim in claims().values() if claim.library}
+    for platform, claim in claims().items():
+        for job in claim.ci:
+            if job.name in jobs:
+                raise ValueError(f"two jobs have the name {job.name}: {jobs[job.name]['platform']}'s and {platform}'s")
+            tests = graph.whole_suite(frameworks - {claim.library}) if job.whole else tests_of(platform, claim, job)
+            seconds = job.conformance + sum(map(graph.cost, tests))
+            without = f" without {', '.join(job.without)}" if job.without else ""
+            jobs[job.name] = {
+                "title": f"{platform}{without}, on {job.device}", "platform": platform, "device": job.device,
+                "runner": job.runner, "hosted": job.hosted, "install": job.install, "without": job.without,
+                "environment": job.environment, "whole": job.whole, "library": claim.library,
+                "tests": ["tests"] if job.whole else [str(p) for p in tests],
+                "minutes": -(-int(SLACK * seconds + INSTALL) // 600) * 10,
+                "capabilities": sorted(manifests.capabilities(claim)), "lacks": claim.lacks}
+    return {"python": PYTHON, "light": LIGHT, "jobs": jobs}
+
+
+def workflow(data: dict[str, Any]) -> str:
+    """The same for GitHub Actions. A job on a machine of one's own runs where the variable ISTHMUS_RUNNERS lists it."""
+    jobs = data["jobs"]
+    return HEAD.format(python=PYTHON, light=" ".join(LIGHT)) + "".join(
+        JOB.format(id=name, title=job["title"], runner=json.dumps(job["runner"]), timeout=job["minutes"], python=PYTHON,
+                   own="" if job["hosted"] else f" && contains(vars.ISTHMUS_RUNNERS, '{name}')")
+        for name, job in jobs.items()) + TAIL.format(needs=json.dumps(["plan", *jobs]), python=PYTHON)
+
+
+HEAD = """\
+# Written by ci/matrix.py from the platforms' manifests; do not edit.
+name: platforms
+on:
+  push:
+    branches: [main]
+  pull_request:
+permissions:
+  contents: read
+jobs:
+  plan:
+    runs-on: ubuntu-latest
+    timeout-minutes: 10
+    outputs:
+      jobs: ${{{{ steps.affected.outputs.jobs }}}}
+    steps:
+      - uses: actions/checkout@v4
+        with:
+          fetch-depth: 0
+      - uses: actions/setup-python@v5
+        with:
+          python-version: "{python}"
+      - id: affected
+        env:
+          BASE: ${{{{ github.event.pull_request.base.sha || github.event.before }}}}
+        run: echo "jobs=$(python ci/affected.py --json --since "$BASE")" >> "$GITHUB_OUTPUT"
+  light:
+    name: style, layout, generated files
+    runs-on: ubuntu-latest
+    timeout-minutes: 10
+    steps:
+      - uses: actions/checkout@v4
+      - uses: actions/setup-python@v5
+        with:
+          python-version: "{python}"
+      - run: python -m pip install -e ".[platform-test]" "ruff>=0.8"
+      - run: ruff check .
+      - run: python -m pytest {light}
+"""
+
+JOB = """\
+  {id}:
+    name: {title}
+    needs: plan
+    if: contains(fromJSON(needs.plan.outputs.jobs), '{id}'){own}
+    runs-on: {runner}
+    timeout-minutes: {timeout}
+    steps:
+      - uses: actions/checkout@v4
+      - uses: actions/setup-python@v5
+        with:
+          python-version: "{python}"
+      - run: python ci/job.py {id} --report reports/{id}.json
+      - uses: actions/upload-artifact@v4
+        if: always()
+        with:
+          name: report-{id}
+          path: reports
+          if-no-files-found: ignore
+"""
+
+TAIL = """\
+  cells:
+    name: what passed, failed, is unsupported or unverified
+    needs: {needs}
+    if: always()
+    runs-on: ubuntu-latest
+    timeout-minutes: 10
+    steps:
+      - uses: actions/checkout@v4
+      - uses: actions/setup-python@v5
+        with:
+          python-version: "{python}"
+      - uses: actions/download-artifact@v4
+        with:
+          pattern: report-*
+          path: reports
+          merge-multiple: true
+      - run: python ci/cells.py reports >> "$GITHUB_STEP_SUMMARY"
+"""
+
+
+def outputs() -> dict[Path, str]:
+    """What each generated file must hold."""
+    data = matrix()
+    return {JSON: json.dumps(data, indent=1, sort_keys=True) + "\n", WORKFLOW: workflow(data)}
+
+
+def stale(files: dict[Path, str]) -> list[str]:
+    return [str(path) for path, text in files.items()
+            if not (graph.ROOT / path).is_file() or (graph.ROOT / path).read_text("utf-8") != text]
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; 1 when a file is stale")
+    check = parser.parse_args(argv).check
+    files = outputs()
+    for name in stale(files):
+        print(f"stale: {name} (python ci/matrix.py)" if check else f"written: {name}")
+    if check:
+        return 1 if stale(files) else 0
+    for path, text in files.items():
+        (graph.ROOT / path).parent.mkdir(parents=True, exist_ok=True)
+        (graph.ROOT / path).write_text(text, "utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
