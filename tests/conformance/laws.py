@@ -4,10 +4,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
-from . import law_ops
+from . import law_model, law_ops
 from .case import Case
 
-LAWS = {"ops": law_ops.cases}
+LAWS = {"ops": law_ops.cases, "model": law_model.cases}
 
 
 def all_cases(only: Sequence[str] = ()) -> list[Case]:
