@@ -136,9 +136,8 @@ def libraries(path: Path) -> frozenset[str]:
         for node in _top_level(current):
             named = list(_named(current, node)) if isinstance(node, ast.Import | ast.ImportFrom) else []
             named += filter(None, [_skips_without(node)])
-            if isinstance(node, ast.ImportFrom) and not node.level:
-                named = named[:1]
-            found |= set(filter(None, map(_outside, named)))
+            whole = named[:1] if isinstance(node, ast.ImportFrom) else named  # without the names taken from it
+            found |= set(filter(None, map(_outside, whole)))
             waiting |= set(_local(iter(named))) - seen
     return frozenset(found)
 

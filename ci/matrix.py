@@ -14,6 +14,8 @@ from typing import Any
 import graph
 from isthmus.core import manifests
 from isthmus.core.discovery import Found, platform_root
+from isthmus.core.platform import FEATURES
+from isthmus.core.quant.formats import FORMATS
 
 PYTHON = "3.12"
 INSTALL = 300   # seconds to make an environment
@@ -62,8 +64,11 @@ def matrix() -> dict[str, Any]:
                 "environment": job.environment, "whole": job.whole, "library": claim.library,
                 "tests": ["tests"] if job.whole else [str(p) for p in tests],
                 "minutes": -(-int(SLACK * seconds + INSTALL) // 600) * 10,
-                "capabilities": sorted(manifests.capabilities(claim)), "lacks": claim.lacks}
-    return {"python": PYTHON, "light": LIGHT, "jobs": jobs}
+                "capabilities": sorted(manifests.capabilities(claim)), "lacks": claim.lacks,
+                "limits": {op: limit for op, limit in claim.ops.items() if limit}, "expands": claim.expands}
+    formats = ["f32", "f16", "bf16", *(f.name for f in FORMATS.values() if f.kind == "quantized")]
+    return {"python": PYTHON, "light": LIGHT, "jobs": jobs, "ops": manifests.OPS, "features": list(FEATURES),
+            "formats": formats}
 
 
 def workflow(data: dict[str, Any]) -> str:

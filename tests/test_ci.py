@@ -1,0 +1,260 @@
+"""The scripts of ci/: the import graph, jobs that a change needs, cells that claim no more than was run."""
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import affected
+import cells
+import graph
+import job
+import matrix
+import pytest
+import tables
+import yaml
+from isthmus.core import manifests
+from isthmus.core.discovery import Found
+
+COST = 20  # seconds
+JOBS = matrix.matrix()["jobs"]
+ABOUT = {"job": "j", "platform": "p", "device": "d", "date": "2026-01-01", "commit": "c", "tests": "passed"}
+
+
+# ---- generated files
+
+def test_the_matrix_and_the_workflow_are_fresh():
+    assert not matrix.stale(matrix.outputs()), "run: python ci/matrix.py"
+
+
+def test_the_tables_are_fresh():
+    assert tables.main(["--check"]) == 0, "run: python ci/tables.py"
+
+
+def test_every_platform_with_a_library_has_a_job_that_shows_it_needs_no_other():
+    """Of the frameworks that another platform computes with, none can be imported there."""
+    claims = matrix.claims()
+    for name, claim in claims.items():
+        own = [j for j in JOBS.values() if j["platform"] == name and j["hosted"]]
+        assert own or not claim.library, f"{name} has no job on an ordinary machine"
+        others = {c.library for c in claims.values() if c.library} - {claim.library}
+        for j in own:  # the whole suite compares with other frameworks too
+            assert j["whole"] or others <= set(j["without"]), f"{name}: {others}"
+
+
+def test_the_workflow_has_each_job_with_its_machine_and_condition():
+    flow = yaml.safe_load(matrix.workflow(matrix.matrix()))
+    assert set(flow["jobs"]) == {"plan", "light", "cells", *JOBS}
+    for name, data in JOBS.items():
+        entry = flow["jobs"][name]
+        assert entry["runs-on"] == list(data["runner"]) and f"'{name}'" in entry["if"]
+        assert ("ISTHMUS_RUNNERS" in entry["if"]) == (not data["hosted"])
+        assert any(f"ci/job.py {name} " in step.get("run", "") for step in entry["steps"])
+        assert 0 < entry["timeout-minutes"] <= 360
+    assert flow["jobs"]["cells"]["if"] == "always()" and set(flow["jobs"]["cells"]["needs"]) == {"plan", *JOBS}
+
+
+def test_two_jobs_of_one_name_are_refused(monkeypatch):
+    claim = matrix.claims()["reference"]
+    monkeypatch.setattr(matrix, "claims", lambda: {"a": claim, "b": claim})
+    with pytest.raises(ValueError, match="two jobs have the name reference: a's and b's"):
+        matrix.matrix()
+
+
+# ---- the import graph
+
+@pytest.fixture
+def files(tmp_path, monkeypatch):
+    """files({path: text}): a repository of these files with this one's pyproject.toml."""
+    def make(texts: dict[str, str]) -> None:
+        (tmp_path / "pyproject.toml").write_text((graph.ROOT / "pyproject.toml").read_text())
+        for path, text in texts.items():
+            (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / path).write_text(text)
+        monkeypatch.setattr(graph, "ROOT", tmp_path)
+    cached = [f for f in vars(graph).values() if hasattr(f, "cache_clear")]
+    for function in cached:
+        function.cache_clear()
+    yield make
+    for function in cached:
+        function.cache_clear()
+
+
+def paths(found) -> set[str]:
+    return set(map(str, found))
+
+
+def test_imports_are_followed_in_every_form(files):
+    files({"core/__init__.py": "", "core/a.py": "from . import b\n", "core/b.py": "", "core/deep/__init__.py": "",
+           "core/deep/c.py": "def f():\n    from ..a import thing\n", "platforms/x/p.py": "from ...core.a import T\n",
+           "tests/conformance/k.py": "from ..core.b import y\nfrom . import m\n", "tests/conformance/m.py": "",
+           "tests/help.py": "import isthmus.core.deep.c as c\n", "tests/test_t.py": "from .help import x\n",
+           "tests/test_s.py": "patch('isthmus.core.b.name')\nfrom .conformance.k import z\n"})
+    assert paths(graph.imports(Path("core/a.py"))) == {"core/b.py", "core/__init__.py"}
+    assert paths(graph.imports(Path("core/deep/c.py"))) == {"core/a.py", "core/__init__.py"}
+    assert "core/a.py" in paths(graph.imports(Path("platforms/x/p.py")))
+    assert {"core/b.py", "tests/conformance/m.py"} <= paths(graph.imports(Path("tests/conformance/k.py")))
+    assert {"core/b.py", "tests/conformance/k.py"} <= paths(graph.imports(Path("tests/test_s.py")))
+    reached = paths(graph.reach({Path("tests/test_t.py")}))
+    assert {"tests/help.py", "core/deep/c.py", "core/a.py", "core/b.py"} <= reached
+    assert "platforms/x/p.py" not in reached
+
+
+def test_what_a_file_needs_is_read_without_importing_it(files):
+    files({"platforms/x/p.py": "try:\n    import torch\nexcept ImportError:\n    raise\n",
+           "tests/help.py": "import os, numpy\n",
+           "tests/test_a.py": "raise RuntimeError('imported')\nimport pytest\nfrom typing import TYPE_CHECKING\n"
+                              "from isthmus.platforms.x import p\nfrom .help import x\n"
+                              "if TYPE_CHECKING:\n    import wx\n"
+                              "mlx = pytest.importorskip('mlx.core')\nCOST = 12  # seconds\n"
+                              "@pytest.mark.needs('bf16', 'moe')\ndef test_x():\n    import jax\n"
+                              "    pytest.importorskip('gguf')\n",
+           "tests/test_b.py": "COST = 3 * 4\n", "tests/test_c.py": ""})
+    a = Path("tests/test_a.py")
+    assert graph.libraries(a) == {"pytest", "torch", "mlx", "numpy"}
+    assert graph.optional_libraries(a) == {"mlx", "gguf"}
+    assert graph.needs(a) == [{"bf16", "moe"}]
+    assert graph.cost(a) == 12 and graph.cost(Path("tests/test_c.py")) == graph.DEFAULT_COST
+    with pytest.raises(ValueError, match="test_b.py:1: COST is a number of seconds, as a literal"):
+        graph.cost(Path("tests/test_b.py"))
+
+
+def test_extras_are_known_by_their_modules():
+    assert {"numpy", "zmq", "yaml", "torch"} <= graph.installed_by(["-e", ".[cpu]"])
+    assert "torch" not in graph.installed_by(["-e", ".[platform-test]"])
+
+
+def test_every_declared_cost_is_a_literal():
+    assert all(graph.cost(path) > 0 for path in graph.test_files())
+
+
+# ---- which jobs a change needs
+
+def jobs_of(*platforms: str) -> list[str]:
+    return [name for name in affected.jobs() if JOBS[name]["platform"] in platforms]
+
+
+def test_a_change_of_core_needs_every_job():
+    for path in ("core/plan.py", "core/api.py", "core/cli/serve.py", "platforms/reference/ops.py", "pyproject.toml",
+                 "tests/conformance/case.py", "tests/conftest.py", "ci/run", "platforms/expand.py", "something.new"):
+        assert affected.affected([path]) == list(JOBS), path
+
+
+@pytest.mark.parametrize("platform", sorted({j["platform"] for j in JOBS.values() if j["library"]}))
+def test_a_change_of_a_platform_needs_its_jobs_only(platform):
+    for name in ("platform.py", "ledger.toml", "manifest.toml"):
+        assert affected.affected([f"platforms/{platform}/{name}"]) == jobs_of(platform), name
+
+
+def test_prose_needs_no_job_and_a_test_needs_those_that_run_it():
+    assert affected.affected(["README.md", "docs/platforms.md", "platforms/cpu/README.md", "LICENSE"]) == []
+    assert affected.affected(["tests/test_radix.py"]) == jobs_of("cpu")
+    assert affected.affected(["README.md", "tests/test_cpu_platform.py"]) == jobs_of("cpu")
+
+
+def test_the_command_line_prints_names_or_json_and_takes_a_commit(capsys):
+    assert affected.main(["core/plan.py"]) == 0 and capsys.readouterr().out.split() == list(JOBS)
+    assert affected.main(["--json", "README.md"]) == 0 and json.loads(capsys.readouterr().out) == []
+    affected.main(["--json", "--since", "0" * 40])
+    assert json.loads(capsys.readouterr().out) == list(JOBS), "git cannot say, so all"
+
+
+def test_affected_runs_without_anything_installed():
+    done = subprocess.run([sys.executable, "-S", "ci/affected.py", "platforms/cpu/ops.py"], cwd=graph.ROOT,
+                          capture_output=True, text=True)
+    assert done.stdout.split() == jobs_of("cpu"), done.stderr
+
+
+# ---- cells
+
+def case(outcome: str, id: str = "linear[q4_0+q4_1,T3,bf16]", **more) -> dict:
+    op = id.partition("[")[0]
+    return {"id": id, "law": "ops", "op": op, "needs": ["bf16"], "outcome": outcome, "reason": "", **more}
+
+
+@pytest.mark.parametrize("outcomes, state", [
+    ((), "unverified"), (("unavailable",), "unverified"), (("passed",), "passed"),
+    (("passed", "unsupported"), "passed"),
+    (("unsupported", "unsupported"), "unsupported"), (("unsupported", "unavailable"), "unverified"),
+    (("passed", "wrong"), "failed"), (("error",), "failed"), (("passed", "expected failure"), "failed"),
+    (("passed", "unexpected pass"), "failed"), (("unheard of",), "unverified")])
+def test_a_cell_is_passed_only_if_something_passed_and_nothing_failed(outcomes, state):
+    assert cells.judge([case(outcome) for outcome in outcomes]).state == state
+
+
+def test_cells_follow_reports_and_manifests():
+    data = cells.read_matrix()
+    name = next(n for n, j in data["jobs"].items() if j["platform"] == "cpu")
+    other = next(n for n in data["jobs"] if n != name)
+    data["jobs"][name] |= {"lacks": {"softcap": "no | caps"}, "capabilities": ["q4_0"], "expands": False}
+    found = [case("passed"), case("wrong", "moe[top2,bf16]", needs=["bf16", "moe"], reason="NMSE 1"),
+             case("passed", "rope[2x4,bf16]"), case("passed", "hit[bf16]", law="state")]
+    report = {"job": name, "tests": "failed", "cases": found}
+    tables = cells.sections(data, {name: report})
+    state = {(section, row): cells_[name].state for section, rows in tables.items() for row, cells_ in rows.items()}
+    assert state["op", "rope"] == "passed" and state["op", "moe"] == "failed" and state["op", "embed"] == "unverified"
+    assert state["feature", "moe"] == "failed" and state["feature", "softcap"] == "unsupported"
+    assert state["feature", "logprobs"] == "unverified" and state["law", "state"] == "passed"
+    assert state["format", "q4_0"] == "passed" and state["format", "q4_1"] == "unsupported"
+    assert state["tests", "tests of its own"] == "failed"
+    assert {row[other].state for rows in tables.values() for row in rows.values()} <= {"unverified", "unsupported"}
+    text = cells.markdown(data, {name: report}, cells.plain)
+    assert "failed: NMSE 1" in text and "unsupported: no \\| caps" in text
+
+
+def test_the_page_tells_kept_from_expanded_and_never_what_was_not_run():
+    jobs = {"j": {"capabilities": ["q4_0", "bf16"], "limits": {"linear": "in bf16"}}}
+    passed, part = cells.Cell("passed", "", 3, 3), cells.Cell("passed", "", 2, 3)
+    assert tables._words(jobs, "format", "q4_0", "j", passed) == "yes"
+    assert tables._words(jobs, "format", "q6_k", "j", passed) == "expanded"
+    assert tables._words(jobs, "format", "f16", "j", passed) == "yes"
+    assert tables._words(jobs, "op", "linear", "j", part) == "yes (in bf16; 2 of 3)"
+    assert tables._words(jobs, "op", "moe", "j", cells.Cell("unverified")) == "unverified"
+    assert tables._words(jobs, "op", "moe", "j", cells.Cell("unsupported", "no |")) == "unsupported: no \\|"
+
+
+def test_a_recorded_report_is_read_back(tmp_path):
+    found = {"ok": True, "counts": {"passed": 1}, "versions": {"isthmus": "1"}, "seconds": 2.0, "manifest": {"x": 1},
+             "cases": [case("passed", tolerance=1.0, numbers={})]}
+    (tmp_path / "j.json").write_text(job.record(ABOUT, found))
+    (tmp_path / "k.json").write_text(job.record({**ABOUT, "job": "k"}, None))
+    reports = cells.read_reports(tmp_path)
+    assert reports["j"]["date"] == "2026-01-01" and reports["j"]["ok"] and reports["k"]["cases"] == []
+    assert reports["j"]["cases"] == [{k: v for k, v in case("passed").items() if v != ""}]
+
+
+# ---- a job
+
+def test_a_module_that_must_be_absent_fails_the_job():
+    job.check_absent(Path(sys.executable), ["no_such_framework"])
+    with pytest.raises(SystemExit, match="numpy can be imported, and this job is to show that nothing needs it"):
+        job.check_absent(Path(sys.executable), ["numpy"])
+
+
+def test_jobs_of_ordinary_machines_are_listed(capsys):
+    assert job.main(["--list"]) == 0
+    assert capsys.readouterr().out.split() == [n for n, j in JOBS.items() if j["hosted"] and not j["whole"]]
+
+
+def test_an_unknown_job_is_refused_with_those_there_are(capsys):
+    with pytest.raises(SystemExit):
+        job.main(["quantum"])
+    assert "there is no job quantum; there are: cpu" in capsys.readouterr().err
+
+
+# ---- what tests declare
+
+def test_words_of_a_claim_are_those_of_the_conformance_cases():
+    words = manifests.capabilities(manifests.read_claim(Found("cpu", "folder")))
+    assert {"bf16", "kv bf16", "q4_1", "pages of 16", "logprobs"} <= words and "2 ranks" not in words
+
+
+@pytest.mark.needs("bf16", "kv bf16")
+def test_a_test_is_tried_on_platforms_that_offer_what_it_needs(platform_name):
+    assert {"bf16", "kv bf16"} <= manifests.capabilities(manifests.read_claim(Found(platform_name, "folder")))
+
+
+@pytest.mark.needs("f64")
+def test_and_on_no_other(platform_name):
+    assert platform_name == "reference"
