@@ -4,10 +4,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
-from . import law_model, law_ops
+from . import law_model, law_ops, law_state
 from .case import Case
 
-LAWS = {"ops": law_ops.cases, "model": law_model.cases}
+LAWS = {"ops": law_ops.cases, "model": law_model.cases, "state": law_state.cases}
 
 
 def all_cases(only: Sequence[str] = ()) -> list[Case]:

@@ -96,10 +96,10 @@ def check_case(platform: Any, case: OpCase, seed: int = 0, manifest: Manifest | 
         launcher.watch()
 
 
-def as_case(case: OpCase) -> Case:
-    """The op case as a case of the law."""
+def as_case(case: OpCase, law: str = "ops", subject: str = "") -> Case:
+    """The op case as a case of a law; `subject` is its row in the report's grid, the op unless given."""
     def check(context: Context) -> None:
         check_case(context.platform, case, context.seed, context.manifest)
     needs = Needs(case.dtype, case.op == "attention", case.features,
                   ((case.op, case.asks),) if case.op in ASKED else (), case.page_size)
-    return Case(case.id, "ops", case.op, needs, check, case.nmse)
+    return Case(case.id, law, subject or case.op, needs, check, case.nmse)
