@@ -114,8 +114,15 @@ class Context:
             self._kept[key] = build()
         return self._kept[key]
 
+    def forget(self, key: Any) -> None:
+        """Build it anew when it is asked for again."""
+        self._kept.pop(key, None)
+
     def close(self) -> None:
-        """Let the platform go."""
+        """Let the platform go, and those of contexts made within this one."""
+        for kept in self._kept.values():
+            if isinstance(kept, Context):
+                kept.close()
         self._kept.clear()
         getattr(self.platform, "close", lambda: None)()
 

@@ -103,6 +103,7 @@ class Driver:
         return self.launch_sampling(*work).collect().tokens[:len(work)]
 
     def launch_sampling(self, *work: Work) -> Any:
+        """The same without waiting."""
         return self.run(self.batch(work, every=False), bare=False)
 
     def run(self, batch: Batch, bare: bool) -> Any:

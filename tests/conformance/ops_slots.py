@@ -32,9 +32,9 @@ def row_batch(rows: Sequence[Row], page: int, padding: int = 0, wider: int = 0) 
         tables[row, :used] = pages[:used]
     total = len(places)
     array = lambda values: np.array(values, np.int32)  # noqa: E731
-    pad = [0] * padding
+    pad, row_of = [0] * padding, [row for row, *_ in places] + [len(rows)] * padding
     return Batch(np.arange(total + padding, dtype=np.int32), array([p for *_, p in places] + pad),
-                 array([slot for _, slot, _ in places] + pad), array([row for row, *_ in places] + [len(rows)] * padding),
+                 array([slot for _, slot, _ in places] + pad), array(row_of),
                  array([seq for seq, *_ in rows] + [0] * extra_row),
                  array([*np.cumsum([0, *counts]), *[total] * extra_row]), array(lengths), tables, array([0]),
                  array([-2]), Sampling())

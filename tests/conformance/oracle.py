@@ -63,6 +63,8 @@ def check_greedy(context: Context, kind: str, prompt: Sequence[int], output: Seq
     output = [int(token) for token in output]
     if any(not 0 <= token < VOCAB for token in output):
         raise Wrong(f"{what}: tokens {output} are outside the vocabulary of {VOCAB}")
+    if not output:
+        return
     want = right(context, kind, [*prompt, *output])[len(prompt) - 1:-1]
     short = want.max(axis=1) - want[np.arange(len(output)), output]
     bad = np.flatnonzero(short > margin(want, dtype))
