@@ -41,6 +41,10 @@ HEALTH = """\
 GET /health is 200 as long as the engine lives, also while a stopping server lets
 running requests finish. GET /ready is 200 only when a new request would be taken.
 When the engine dies both are 503, and soon the server ends with exit code 1."""
+CONFORMANCE = """\
+Outcomes: passed, unsupported (declared, with the reason), expected failure (in the
+platform's ledger.toml), unexpected pass, wrong, error. The exit code is 0 only if
+nothing is wrong, in error or unexpected; 2 if the platform cannot run here."""
 
 ENGINE = ("model", "platform", "cache", "scheduler")
 ONE_USER = ("model", "revision", "dtype", "max_model_len", "chat_template", "platform", "platform_option",
@@ -64,6 +68,10 @@ COMMANDS = {c.name: c for c in (
             "[MODEL] [options]"),
     Command("doctor", "say which platforms can run here, and why others cannot", ("platform",),
             ("isthmus doctor --json",)),
+    Command("conformance", "hold a platform to the laws that all must keep, op by op and law by law", ("platform",), (
+        "isthmus conformance --platform=reference", "isthmus conformance --platform=cpu --only attention --seed 7",
+        "isthmus conformance --platform=cpu --json report.json --markdown report.md",
+        "isthmus conformance --list --only 'sample[top_*'"), notes=(CONFORMANCE,)),
     Command("explain", "print every setting, who set it and what follows from it", (*ENGINE, "server"), (
         "isthmus explain --config server.yaml", "isthmus explain --platform cpu --json"), "[MODEL] [options]", (FILE,)),
     Command("version", "print the version"),

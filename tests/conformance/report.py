@@ -63,9 +63,9 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Nothing wrong, nothing unexpected, and something passed."""
+        """The platform was there, nothing is wrong and nothing unexpected."""
         counts = self.counts()
-        return not self.stale and not any(counts[outcome] for outcome in BAD) and counts[Outcome.PASSED] > 0
+        return not self.stale and not any(counts[outcome] for outcome in (*BAD, Outcome.UNAVAILABLE))
 
     def counts(self) -> Counter[Outcome]:
         return Counter(result.outcome for result in self.results)
