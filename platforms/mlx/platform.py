@@ -1,0 +1,158 @@
+"""The MLX platform: Apple GPUs through Metal, and host processors through MLX's CPU build. Needs no torch.
+
+MLX is lazy: a step is a graph of arrays that is compiled once per size. Everything runs on one worker thread (see
+`graph`), so `Step` returns at once and steps keep their order.
+"""
+from __future__ import annotations
+
+import platform as machine
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ...core.platform import (
+    FEATURES,
+    INTERFACE_VERSION,
+    Batch,
+    Bucket,
+    Buckets,
+    Manifest,
+    RawTensor,
+    StateSpec,
+    Unavailable,
+    Unsupported,
+    WeightSpec,
+)
+from ..expand import CODECS
+from ..options import check_options
+
+try:
+    import mlx.core as mx
+except ImportError as error:
+    raise Unavailable(f"mlx cannot be imported ({error}): pip install 'isthmus[mlx]' on a Mac with Apple silicon, "
+                      "'mlx[cpu]' on Linux") from error
+
+from .graph import Line, Step
+from .memory import Budget
+from .moe import ACTIVATIONS
+from .ops import Ops, State, Turns
+from .quant import DTYPES, KEPT, Device, Leaf, load_weight
+
+OPS = ("embed", "linear", "rms_norm", "rope", "attention", "act_mul", "moe", "all_reduce", "sample")
+MEMORY_SHARE = 0.75  # of the working set, unless the option says otherwise
+# Padding costs time where products are bound by arithmetic, and each size costs one trace: steps of about a third.
+SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
+BUCKETS = Buckets(tokens=SIZES, rows=tuple(size for size in SIZES if size <= 256),
+                  pages=(4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096,
+                         6144, 8192))
+
+
+class Platform:
+    """One rank, in this process. Options: `memory_share`, the share of the device's working set that weights, K and V
+    and buffers may take together, 0.75 by default."""
+
+    interface_version = INTERFACE_VERSION
+
+    def __init__(self, options: Mapping[str, str]) -> None:
+        self.options = dict(options)
+        self._line: Line | None = None
+
+    def probe(self, rank: int = 0, world: int = 1) -> Manifest:
+        if world != 1:
+            raise Unavailable(f"--platform=mlx runs in a single process for now; {world} ranks were asked for")
+        share = self._memory_share()
+        self._line, self._turns = Line("mlx-step"), Turns()
+        return self._line.call(self._claim, share)
+
+    def supports(self, op: str, **case: Any) -> str | None:
+        if op not in OPS and op not in FEATURES:
+            return f"{op!r} is no op or feature of interface version {INTERFACE_VERSION}"
+        dtype = case.get("dtype", "f32")
+        if dtype not in DTYPES:
+            return f"dtype {dtype}: the mlx platform computes in {' or '.join(DTYPES)}"
+        if case.get("kind", "silu") not in ACTIVATIONS:
+            return f"activation {case['kind']!r}; there are: {', '.join(ACTIVATIONS)}"
+        name = case.get("format", "f32")
+        return None if name in CODECS else f"format {name}: known are {', '.join(CODECS)}"
+
+    def load(self, raws: Sequence[RawTensor], spec: WeightSpec, dtype: str) -> Leaf:
+        return self._ready().call(load_weight, raws, spec, dtype, self._device)
+
+    def describe(self, weight: Leaf) -> str:
+        return str(weight)
+
+    def alloc(self, spec: StateSpec, pages: int) -> State:
+        if spec.dtype not in DTYPES:
+            raise Unsupported(f"K and V in {spec.dtype!r}: the mlx platform keeps {' or '.join(DTYPES)}")
+        return self._ready().call(State.allocate, spec, pages)
+
+    def compile(self, forward: Callable[[Ops, Any, Batch], Any], weights: Any, bucket: Bucket | None) -> Step:
+        """A bucket's step is compiled by MLX at its first launch; a step of any size (`None`) runs eagerly."""
+        return Step(forward, weights, self._ready(), self._turns, self._device, bucket is not None and self._compiling,
+                    self._budget.relieve)
+
+    def copy_pages(self, state: State, src: Sequence[int], dst: Sequence[int]) -> State:
+        if len(src):
+            self._ready().call(state.copy_pages, list(src), list(dst))
+        return state
+
+    def export_pages(self, state: State, pages: Sequence[int]) -> bytes:
+        """K and V of these pages, layer after layer, each as [2 * kv_heads, pages, page_size, head_dim]."""
+        return self._ready().call(state.export_pages, list(pages)) if len(pages) else b""
+
+    def import_pages(self, state: State, pages: Sequence[int], data: bytes) -> State:
+        """Fill `pages` with what `export_pages` gave for as many. Raises `ValueError` for another number of bytes."""
+        expected = len(pages) * state.spec.page_bytes()
+        if len(data) != expected:
+            raise ValueError(f"{len(pages)} pages take {expected} bytes, not {len(data)}")
+        if len(pages):
+            self._ready().call(state.import_pages, list(pages), data)
+        return state
+
+    def memory(self) -> tuple[int, int]:
+        """Bytes of the budget, and what is left of it now."""
+        self._ready()
+        return self._budget.figures()
+
+    def close(self) -> None:
+        """Wait for the running step and give cached buffers back; later steps are refused."""
+        if self._line is not None:
+            self._line.call(mx.clear_cache)
+            self._line.close()
+
+    def _claim(self, share: float) -> Manifest:
+        """On the worker, whose streams all later work uses."""
+        gpu = mx.default_device() == mx.Device(mx.gpu)
+        metal = gpu and mx.metal.is_available()
+        # On a host processor MLX compiles its fused kernels with the system's C++ compiler.
+        self._compiling = gpu or shutil.which("g++") is not None
+        self._device, self._budget = Device(metal), Budget(share, metal)
+        total, free = self._budget.figures()
+        info = mx.device_info()
+        details = self._budget.details
+        details |= {"mlx": mx.__version__, "backend": "Metal" if metal else "GPU" if gpu else "CPU",
+                    "architecture": str(info.get("architecture", machine.machine())),
+                    "steps": "compiled" if self._compiling else "eager: MLX finds no C++ compiler (g++)",
+                    "decode attention": "Metal kernel over pages" if metal else "gathered pages"}
+        return Manifest(
+            name="mlx", device=str(info.get("device_name", machine.processor() or machine.machine())),
+            interface=INTERFACE_VERSION, compute_dtypes=("bf16", "f16", "f32") if gpu else ("f32", "bf16"),
+            kv_dtypes=("bf16", "f16", "f32") if gpu else ("f32", "bf16"), formats=KEPT,
+            page_sizes=(16, 1, 4, 8, 32, 64, 128), buckets=BUCKETS, memory_total=total, memory_free=free,
+            features=frozenset(FEATURES), determinism="T2", rank=20 if gpu else 5, details=details)
+
+    def _ready(self) -> Line:
+        if self._line is None:
+            raise Unavailable("the mlx platform was not probed yet: call probe() first")
+        return self._line
+
+    def _memory_share(self) -> float:
+        check_options("mlx", self.options, ("memory_share",))
+        asked = self.options.get("memory_share", str(MEMORY_SHARE))
+        try:
+            share = float(asked)
+        except ValueError:
+            share = 0.0
+        if not 0 < share <= 1:
+            raise Unavailable(f"memory_share={asked!r}: a number over 0 up to 1 is needed, such as {MEMORY_SHARE}")
+        return share
