@@ -14,12 +14,14 @@ torch = pytest.importorskip("torch", reason="the cpu platform needs torch")
 from isthmus.conformance.formats import quantized  # noqa: E402
 from isthmus.conformance.opcase import token_batch  # noqa: E402
 from isthmus.core.plan import Batch, Sampling  # noqa: E402
-from isthmus.core.platform import LayerState, StateSpec, Unavailable, Unsupported, WeightSpec  # noqa: E402
-from isthmus.platforms.cpu import quant  # noqa: E402
+from isthmus.core.platform import LayerState, MoESpec, StateSpec, Unavailable, Unsupported, WeightSpec  # noqa: E402
+from isthmus.platforms.cpu import moe, quant  # noqa: E402
 from isthmus.platforms.cpu.attention import HUGE, huge_zeros  # noqa: E402
 from isthmus.platforms.cpu.platform import Platform  # noqa: E402
 from isthmus.platforms.cpu.sampling import CANDIDATES, sample  # noqa: E402
+from isthmus.platforms.experts import by_expert  # noqa: E402
 
+COST = 15  # seconds
 SPEC = StateSpec((LayerState(2, 32), LayerState(1, 64)), "f32", 16, 8)
 
 
@@ -96,6 +98,61 @@ def test_kept_formats_are_as_exact_as_expanded_bf16(name, tokens):
     expected = x.double().numpy() @ values.T
     dense = (x.double() @ torch.from_numpy(values).bfloat16().double().T).bfloat16().double().numpy()
     assert relative(got, expected) < 1.5 * relative(dense, expected)
+
+
+def sparse_layer(name: str, dtype: str = "bf16", experts: int = 6, apart: bool = False) -> tuple[Any, Any]:
+    """w13 and w2 of experts of width 64 over 64, in one format."""
+    rng, made = np.random.default_rng(7), []
+    for rows in (128, 64):
+        raw, _ = quantized(rng, name, (experts, rows, 64))
+        raws = [raw] if not apart else [part for one in by_expert([raw], WeightSpec(("w",), "experts")) for part in one]
+        made.append(quant.load_weight(raws, WeightSpec(("w",), "experts", None, experts), dtype))
+    return made[0], made[1]
+
+
+@pytest.mark.parametrize("name", ["bf16", "q4_1", "q8_0", "affine4_64", "affine8_32"])
+def test_a_row_of_a_sparse_layer_does_not_depend_on_the_batch(name):
+    spec = MoESpec(6, 2)
+    x, logits = torch.randn(40, 64).bfloat16(), torch.randn(40, 6).bfloat16()
+    with torch.inference_mode():
+        w13, w2 = sparse_layer(name)
+        assert str(w13) == f"6 experts, {'bfloat16' if name == 'bf16' else f'int{4 * w13.parts[0].digits}'}"
+        together = moe.moe(x, logits, w13, w2, spec)
+        alone = torch.cat([moe.moe(x[i:i + 1], logits[i:i + 1], w13, w2, spec) for i in range(40)])
+        apart = moe.moe(x, logits, *sparse_layer(name, apart=True), spec)
+    assert torch.equal(together, alone) and torch.equal(together, apart)
+
+
+def test_only_the_experts_that_are_used_compute():
+    class Noted(quant.Experts):
+        def __getattribute__(self, name: str) -> Any:
+            value = super().__getattribute__(name)
+            return tuple(Seen(number, part) for number, part in enumerate(value)) if name == "parts" else value
+
+    class Seen:
+        def __init__(self, number: int, part: Any) -> None:
+            self.number, self.part = number, part
+
+        def product(self, x: torch.Tensor) -> torch.Tensor:
+            used.append((self.number, len(x)))
+            return self.part.product(x)
+
+    used: list[tuple[int, int]] = []
+    logits = torch.full((3, 6), -9.0)
+    logits[0, 1] = logits[1, 4] = logits[2, 4] = 9
+    with torch.inference_mode():
+        w13, w2 = (Noted(leaf.parts) for leaf in sparse_layer("bf16"))
+        moe.moe(torch.randn(3, 64).bfloat16(), logits, w13, w2, MoESpec(6, 1))
+    assert used == [(1, 1), (4, 2)] * 2
+
+
+def test_formats_of_experts_are_kept_in_bfloat16_only(platform):
+    for name in ("q4_1", "affine8_64"):
+        asked = dict(experts=8, top_k=2, format=name)
+        assert platform.supports("moe", **asked, dtype="bf16") is None
+        assert "scalar in float32" in platform.supports("moe", **asked, dtype="f32")
+        with torch.inference_mode():
+            assert str(sparse_layer(name, "f32")[0]) == "6 experts, float32"
 
 
 def test_expansion_in_pieces_joins_them_in_order(monkeypatch):

@@ -1,6 +1,7 @@
 """Feed-forward: activations, and routing tokens to experts."""
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -29,15 +30,22 @@ def route(logits: torch.Tensor, spec: MoESpec) -> tuple[torch.Tensor, torch.Tens
 
 
 def moe(x: torch.Tensor, logits: torch.Tensor, w13: Experts, w2: Experts, spec: MoESpec) -> torch.Tensor:
-    """Tokens sorted by expert; each used expert computes its slice, results are added up in float32."""
+    """Tokens sorted by expert; only the used experts compute, each on its slice, and results are added up in float32.
+
+    One product for each used expert is faster than `torch.nn.functional.grouped_mm` at every number of tokens, because
+    it reads the blocked order (README), and it serves quantized experts too.
+    """
     chosen, weights = route(logits, spec)
     order = chosen.flatten().argsort(stable=True)
     tokens = order // spec.top_k
     counts = chosen.flatten().bincount(minlength=spec.experts).tolist()
-    parts = []
-    for expert, rows in enumerate(x[tokens].split(counts)):
-        if len(rows):
-            gate, up = w13.parts[expert].product(rows).chunk(2, -1)
-            parts.append(w2.parts[expert].product(act_mul(gate, up, spec.act)))
-    scaled = torch.cat(parts).float() * weights.flatten()[order, None]
+    gate, up = _grouped(x[tokens], w13, counts).chunk(2, -1)
+    y = _grouped(act_mul(gate, up, spec.act), w2, counts)
+    scaled = y.float().mul_(weights.flatten()[order, None])
     return torch.zeros(x.shape, dtype=torch.float32).index_add_(0, tokens, scaled).to(x.dtype)
+
+
+def _grouped(x: torch.Tensor, experts: Experts, counts: Sequence[int]) -> torch.Tensor:
+    """Rows of x in order of experts, `counts` for each -> the rows' products with their expert."""
+    return torch.cat([part.product(rows) for part, rows in zip(experts.parts, x.split(counts), strict=True)
+                      if len(rows)])

@@ -1,4 +1,4 @@
-"""Weights: vectors, dense matrices, and matrices that keep the checkpoint's codes in groups of 32."""
+"""Weights: vectors, dense matrices, and matrices that keep the checkpoint's codes in groups."""
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -10,14 +10,12 @@ import torch
 from torch.nn import functional as F
 
 from ...core.platform import RawTensor, Unsupported, WeightSpec
-from ..expand import CODECS, affine, expand
+from ..expand import CODECS, PACKED, affine, expand
 from ..experts import by_expert
 
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
-GROUP = 32
-# Format -> 4-bit digits of a code. Two digits are two columns of the same kernel: code = 16 * high + low.
-DIGITS = {"q4_0": 1, "q4_1": 1, "q8_0": 2}
-KEPT = tuple(DIGITS)
+BITS = {"q4_0": 4, "q4_1": 4, "q8_0": 8, **{name: bits for name, (bits, _) in PACKED.items()}}
+KEPT = tuple(BITS)
 TOKENS = 32      # tokens that oneDNN chooses its order of a dense matrix for
 MANY = 256       # tokens from which expanding int4 weights pays, measured with AVX-512
 PIECE = 1 << 21  # weights expanded at once: bounds the buffer, and fits the cache
@@ -86,24 +84,26 @@ def unpack_int4(blocks: torch.Tensor) -> torch.Tensor:
 @cache
 def layout_is_known() -> bool:
     """Does `unpack_int4` undo torch's packing here? The layout is torch's own affair and differs by processor."""
-    digits = torch.arange(2 * LANES * GROUP, dtype=torch.int32).mul_(7).bitwise_right_shift_(3).bitwise_and_(15)
-    digits = digits.view(2 * LANES, GROUP)
+    digits = torch.arange(2 * LANES * 32, dtype=torch.int32).mul_(7).bitwise_right_shift_(3).bitwise_and_(15)
+    digits = digits.view(2 * LANES, 32)
     return torch.equal(unpack_int4(_pack_int4(digits, 1).view(2, -1)), digits.T)
 
 
 class Int4Groups:
-    """w = scale * code + minimum with 4-bit digits of codes in torch's int4 layout, one scale and zero per group of 32.
+    """w = scale * code + minimum with 4-bit digits of codes in torch's int4 layout, one scale and zero per group.
 
-    torch computes scale * (digit - 8) + zero with scale and zero in bf16 and sums in float32. Its kernel is made for
-    few tokens; for `MANY` and more the weights are expanded piece by piece.
+    torch computes scale * (digit - 8) + zero with scale and zero in bf16 and sums in float32. Codes of more than 4 bits
+    are two columns of the same kernel, code = 16 * high + low. The kernel is made for few tokens; for `MANY` and more
+    the weights are expanded piece by piece.
     """
 
-    def __init__(self, codes: np.ndarray, scale: np.ndarray, minimum: np.ndarray, digits: int) -> None:
-        self.digits, self.outputs = digits, len(codes)
-        if digits == 1:
-            columns = [(codes, scale, minimum + 8 * scale)]
-        else:
-            columns = [((codes >> 4) + 8, 16 * scale, minimum), (codes & 15, scale, 8 * scale)]
+    def __init__(self, codes: np.ndarray, scale: np.ndarray, minimum: np.ndarray, bits: int) -> None:
+        self.digits, self.outputs, self.group = (bits + 3) // 4, len(codes), codes.shape[1] // scale.shape[1]
+        if codes.dtype == np.uint8:  # around 0, where the zero is small and its rounding too
+            middle = 1 << (bits - 1)
+            codes, minimum = (codes - np.uint8(middle)).view(np.int8), minimum + middle * scale
+        columns = [(codes + 8, scale, minimum)] if self.digits == 1 else \
+            [((codes >> 4) + 8, 16 * scale, minimum), (codes & 15, scale, 8 * scale)]
         stacked, scales, zeros = (torch.from_numpy(np.concatenate(part, 1)) for part in zip(*columns, strict=True))
         self.packed = _pack_int4(stacked.to(torch.int32), 1)
         self.scales = torch.stack([scales.T, zeros.T], -1).to(torch.bfloat16).contiguous()
@@ -115,7 +115,7 @@ class Int4Groups:
             out = self._expanded_product(x)
         else:
             x = x.contiguous() if self.digits == 1 else torch.cat((x, x), 1)
-            out = _int4_product(x, self.packed, GROUP, self.scales)
+            out = _int4_product(x, self.packed, self.group, self.scales)
         return out if bias is None else out + bias
 
     def _expanded_product(self, x: torch.Tensor) -> torch.Tensor:
@@ -129,7 +129,7 @@ class Int4Groups:
     def _expand(self, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
         """Values of some outputs, [in, stop - start]."""
         scale, zero = self.scales[:, None, start:stop].to(torch.float32).unbind(-1)
-        digits = self._digits(start, stop).view(-1, GROUP, stop - start).to(torch.float32).sub_(8)
+        digits = self._digits(start, stop).view(-1, self.group, stop - start).to(torch.float32).sub_(8)
         values = torch.addcmul(zero, digits, scale).view(self.digits, -1, stop - start)
         return (values[0] if self.digits == 1 else values.sum(0)).to(dtype)
 
@@ -179,11 +179,12 @@ def load_weight(raws: Sequence[RawTensor], spec: WeightSpec, dtype: str) -> Leaf
 
 
 def _matrix(raws: Sequence[RawTensor], dtype: str) -> Dense | Int4Groups:
-    """Kept when all parts have as many digits, so that one kernel call serves them; otherwise all are expanded."""
-    digits = {0 if reason_to_expand(raw.dtype, dtype) else DIGITS.get(raw.dtype, 0) for raw in raws}
+    """Kept when all parts have the same format, so that one kernel call serves them; otherwise all are expanded."""
+    kept = all(raw.dtype in KEPT for raw in raws) and reason_to_expand(raws[0].dtype, dtype) is None
     outputs = sum(raw.shape[0] for raw in raws)
-    if len(digits) == 1 and 0 not in digits and outputs % 16 == 0:
-        return Int4Groups(*(np.concatenate(part) for part in zip(*map(affine, raws), strict=True)), digits.pop())
+    if kept and len({raw.dtype for raw in raws}) == 1 and outputs % 16 == 0:
+        parts = (np.concatenate(part) for part in zip(*map(affine, raws), strict=True))
+        return Int4Groups(*parts, BITS[raws[0].dtype])
     return Dense(_stacked(raws, dtype))
 
 
