@@ -2,7 +2,7 @@
 
 All of MLX's work happens on the platform's one worker thread, because MLX's streams belong to the thread that made
 them. A launch builds the step's graph while the step before still runs, waits for that one, and dispatches. It waits,
-because MLX writes into the K and V memory in place only when no running step holds it, and copies the whole of it otherwise.
+because MLX writes into the K and V memory in place only when no running step holds it, and copies all of it otherwise.
 """
 from __future__ import annotations
 
