@@ -69,8 +69,8 @@ class SchedulerSettings:
     """How requests share the device."""
 
     max_running_requests: int = setting(256, "requests computed at once", least=1, most=8192)
-    max_queued_requests: int = setting(2048, "requests waiting at once; one more is answered 429", least=1,
-                                          most=1_000_000)
+    max_queued_requests: int = setting(2048, "requests waiting while none can start; one more is answered 429", least=1,
+                                       most=1_000_000)
     chunked_prefill_size: int = setting(512, "prompt tokens computed in one step at most", least=1,
                                         most=131_072)
     schedule_policy: str = setting("lpm", "order of waiting requests: lpm (longest cached prefix first) or fcfs",

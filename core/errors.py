@@ -21,12 +21,16 @@ class RequestError(IsthmusError, ValueError):
 class Overloaded(RequestError):
     """The queue is full (429) or the server is draining or loading (503); `retry_after` is in seconds."""
 
-    def __init__(self, message: str, *, status: int = 429, retry_after: float = 1.0):
-        super().__init__(message, status=status, code="overloaded", kind="overloaded_error", retry_after=retry_after)
+    def __init__(self, message: str, *, status: int = 429, retry_after: float = 1.0, code: str = "overloaded"):
+        super().__init__(message, status=status, code=code, kind="overloaded_error", retry_after=retry_after)
 
 
 class EngineDead(IsthmusError):
     """The process that computes is gone; every waiting request ends with this."""
+
+
+class EngineStopped(EngineDead):
+    """The engine was stopped on purpose; a request that had not ended may be sent again, elsewhere or later."""
 
 
 class CheckpointError(IsthmusError, ValueError):

@@ -148,7 +148,8 @@ class Watch(msgspec.Struct, frozen=True, tag=True):
 class TextOutput(msgspec.Struct, frozen=True, array_like=True):
     """New text of one request, after stop strings.
 
-    text: complete characters only. tokens: packed ids behind it; a token that ends inside a stop string is counted.
+    text: complete characters only; the one that a limit or an abort cuts is left out. tokens: packed ids behind it; a
+    token that ends inside a stop string is counted.
     finish, logprobs, prompt_*, cached_tokens, error: as in `TokenOutput`. completion_tokens: of all outputs so far.
     stop_reason: the stop string, or the stop id as text.
     """

@@ -93,8 +93,8 @@ def claim_platform(config: Config, platform: Any = None) -> tuple[Any, Manifest,
     world = config.parallel.tensor_parallel_size
     manifest = platform.probe(0, world)
     if manifest.local_ranks != world:
-        raise ConfigError(f"--tensor-parallel-size {world}: {manifest.name} runs one rank in each process, and engines of "
-                          "several processes are not built yet")
+        raise ConfigError(f"--tensor-parallel-size {world}: {manifest.name} runs one rank in each process, and engines "
+                          "of several processes are not built yet")
     return platform, manifest, reason
 
 

@@ -171,7 +171,7 @@ class FakeClient(EngineClient):
         cut, stop = min(cuts, default=(len(text), None))
         if params.include_stop and stop:
             cut += len(stop)
-        self._visible[submit.id] = bytes(ids).decode("utf-8", "replace")[:cut if stop else None]
+        self._visible[submit.id] = bytes(ids).decode("utf-8", "ignore")[:cut if stop else None]
         decoder, plan, length = codecs.getincrementaldecoder("utf-8")(), [], 0
         for id in ids:
             length += len(decoder.decode(bytes([id])))
@@ -198,12 +198,14 @@ def scores(ids: list[int], k: int) -> Logprobs:
     return Logprobs(np.full(n, -0.25, "<f4").tobytes(), k, pack_ids(top_ids), top.astype("<f4").tobytes())
 
 
-def make_app(server: dict | None = None, model: dict | None = None, **client: Any) -> SimpleNamespace:
+def make_app(server: dict | None = None, model: dict | None = None, scheduler: dict | None = None,
+             **client: Any) -> SimpleNamespace:
     """An app over a `FakeClient`: `.app`, `.client`, `.template`."""
-    from isthmus.core.config import Config, ModelSettings, ServerSettings
+    from isthmus.core.config import Config, ModelSettings, SchedulerSettings, ServerSettings
     from isthmus.core.server.app import create_app
     from isthmus.core.server.text_service import TextService
-    config = Config(server=ServerSettings(**(server or {})), model=ModelSettings(**(model or {})))
+    config = Config(server=ServerSettings(**(server or {})), model=ModelSettings(**(model or {})),
+                    scheduler=SchedulerSettings(**(scheduler or {})))
     fake, template = FakeClient(config, **client), ChatMarks()
     return SimpleNamespace(app=create_app(fake, TextService(ByteTokenizer(), template), config), client=fake,
                            template=template)

@@ -247,7 +247,8 @@ class Run:
         try:
             self.scheduler.submit(request, self.now)
         except Overloaded:
-            assert len(self.scheduler._waiting) == self.limits.max_queued
+            free = 0 if self.scheduler._short else self.scheduler.table.free
+            assert self.scheduler.waiting - free >= self.limits.max_queued, "refused although there is a place"
             return None
         self.tracks[rid] = Track(request, self.now)
         self.history = [*self.history[-11:], prompt]

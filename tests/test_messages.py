@@ -141,8 +141,20 @@ def test_the_stop_id_is_counted_and_not_spoken_unless_asked_for():
 def test_a_character_over_two_outputs_appears_once_complete():
     emoji = list("🦊".encode())
     texts, _, _ = run_state(Watch("a"), [TokenOutput("a", pack_ids(emoji[:2])), TokenOutput("a", pack_ids(emoji[2:])),
-                                         TokenOutput("a", pack_ids(emoji[:1]), "length")])
-    assert [t.text for t in texts] == ["", "🦊", "\ufffd"]
+                                         TokenOutput("a", pack_ids(emoji[:1]), "stop")])
+    assert [t.text for t in texts] == ["", "🦊", "\ufffd"], "the model itself left it unfinished"
+
+
+@pytest.mark.parametrize("stop", [(), ("zz",), ("a\ufffd",)])
+@pytest.mark.parametrize("reason", ["length", "abort"])
+@pytest.mark.parametrize("cut", range(5))
+def test_a_character_that_a_limit_cuts_is_left_out_and_its_tokens_are_not(reason, cut, stop):
+    ids = [97, *"🦊".encode()[:cut]]
+    texts, _, _ = run_state(Watch("a", stop=stop), [*(TokenOutput("a", pack_ids([id])) for id in ids[:-1]),
+                                                    TokenOutput("a", pack_ids(ids[-1:]), reason)])
+    assert "".join(t.text for t in texts) == ("a🦊" if cut == 4 else "a")
+    assert b"".join(t.tokens for t in texts) == pack_ids(ids) and texts[-1].completion_tokens == len(ids)
+    assert texts[-1].finish == reason and texts[-1].stop_reason is None
 
 
 def test_special_tokens_are_skipped_if_asked():

@@ -6,7 +6,7 @@ from contextlib import aclosing
 
 import numpy as np
 import pytest
-from isthmus.core.errors import EngineDead, IsthmusError, Overloaded, RequestError
+from isthmus.core.errors import EngineDead, EngineStopped, IsthmusError, Overloaded, RequestError
 from isthmus.core.messages import pack_ids
 
 from .clients import FORMS, collect, importable_fakes, make, request, text, until, with_client  # noqa: F401
@@ -138,13 +138,15 @@ def test_draining_takes_no_new_request_and_lets_running_ones_end(form):
         await asyncio.sleep(0)
         with pytest.raises(Overloaded) as caught:
             await collect(client, "new", b"x")
-        assert caught.value.status == 503
+        assert caught.value.status == 503 and caught.value.code == "server_stopping"
         assert await drained and (await short)[-1].finish == "length"
         client.draining = False
         endless = asyncio.ensure_future(collect(client, "endless", b"x", max_tokens=10**6))
         await asyncio.sleep(0.02)
         assert not await client.drain(0.05)
-        assert (await endless)[-1].finish == "abort"
+        with pytest.raises(EngineStopped, match="this request was not finished, send it again"):
+            await endless
+        assert client.health()[0] and (await client.command("stats"))["running"] == 0
     with_client(form, body)
 
 

@@ -63,13 +63,32 @@ def test_a_full_queue_says_so():
     scheduler.submit(submit_of([1], "a"), 0.0)
     with pytest.raises(ValueError, match="request id 'a' is in use"):
         scheduler.submit(submit_of([1], "a"), 0.0)
-    scheduler.submit(submit_of([1], "b"), 0.0)
-    with pytest.raises(Overloaded, match="2 requests are waiting, the limit is 2") as caught:
-        scheduler.submit(submit_of([1], "c"), 0.0)
+    for rid in "bcdef":                                    # 4 slots are free, and 2 may wait
+        scheduler.submit(submit_of([1], rid), 0.0)
+    with pytest.raises(Overloaded, match="2 requests are waiting for a place, the limit is 2") as caught:
+        scheduler.submit(submit_of([1], "g"), 0.0)
     assert caught.value.status == 429
     scheduler.abort(["a"])
     scheduler.submit(submit_of([1], "a"), 0.0)             # an id is free again once its request has ended
-    assert [o.id for o in scheduler.ended()] == ["a"] and scheduler.waiting == 2
+    assert [o.id for o in scheduler.ended()] == ["a"] and scheduler.waiting == 6
+
+
+def test_a_burst_loses_nothing_while_slots_are_free_and_slots_without_memory_do_not_count():
+    run = Run(pages=100, max_running=4, max_queued=1)
+    assert all(run.submit([i, 2, 3], max_tokens=3) for i in range(5)) and run.submit([9], max_tokens=1) is None
+    run.finish()
+    assert all(run.submit([i, 2, 3], max_tokens=3) for i in range(5)), "and again when all have ended"
+    run.finish()
+    short = Run(pages=12, max_running=4, max_queued=1, max_model_len=44, chunk=36)
+    short.submit([*range(36)], max_tokens=8, ignore_eos=True)
+    short.step()
+    short.submit([*range(36, 0, -1)], max_tokens=8)
+    short.step()                                           # it finds 3 free slots and no memory
+    assert short.scheduler.running == 1 and short.scheduler.table.free == 3
+    assert short.submit([1], max_tokens=1) is None
+    short.finish()
+    assert all(short.submit([i], max_tokens=1) for i in range(5))
+    short.finish()
 
 
 def test_a_request_larger_than_the_memory_ends_with_the_numbers():

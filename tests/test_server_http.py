@@ -228,6 +228,7 @@ def test_loading_draining_dead(stream):
         made.client._serve()
         made.client.draining = True
         assert "shutting down" in ask(503) and http.get("/health").status_code == 200
+        assert http.post(CHAT, json=BODY).json()["error"]["code"] == "server_stopping"
         assert http.get("/ready").status_code == 503
         made.client.draining = False
         made.client.fail()

@@ -164,3 +164,18 @@ def test_the_served_name_is_the_name():
     with TestClient(made.app) as http:
         assert chat(http, model="house").json()["model"] == "house"
         assert [m["id"] for m in http.get("/v1/models").json()["data"]] == ["house"]
+
+
+@pytest.mark.parametrize("path, body, n", [
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}, 9), ("/generate", {"text": "x"}, 9),
+    ("/v1/completions", {"prompt": ["x"] * 3}, 3), ("/v1/completions", {"prompt": ["x"] * 9}, 1)])
+def test_more_answers_than_there_are_ever_places_for_are_no_case_for_a_retry(path, body, n):
+    made = make_app(scheduler={"max_queued_requests": 2})
+    made.client.info["max_running"] = 6
+    with TestClient(made.app) as http:
+        body = {**body, **({"sampling_params": {"n": n}} if path == "/generate" else {"n": n}), "max_tokens": 1}
+        answer = http.post(path, json=body)
+        assert answer.status_code == 400 and "retry-after" not in answer.headers
+        assert "at most 8 can run and wait at once (--max-running-requests, --max-queued-requests)" in answer.text
+        fits = http.post("/v1/completions", json={"prompt": ["x"] * 8, "max_tokens": 1})
+        assert fits.status_code == 200

@@ -121,6 +121,29 @@ def test_engine_death_ends_the_stream_with_an_error(path, n):
     assert error["code"] == "engine_dead" and "killed" in error["message"] and sent[-1]["more_body"] is False
 
 
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_planned_stop_is_told_as_one(path, stream):
+    made = make_app()
+    made.client.hold = 3
+
+    async def scenario():
+        call = asyncio.ensure_future(drive(made.app, path, body_of(path, stream=stream)))
+        while not made.client.waiting:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.05)
+        made.client.draining = True
+        await made.client.close()
+        return await call, await drive(made.app, path, body_of(path))
+    cut, late = asyncio.run(scenario())
+    last = [f for f in text(cut).split("\n\n") if f][-1].removeprefix("data: ")
+    error = json.loads(last)["error"]
+    assert error["code"] == "server_stopping" and "send it again" in error["message"]
+    assert "engine" not in error["message"]
+    assert cut[0]["status"] == (200 if stream else 503) and late[0]["status"] == 503
+    assert json.loads(text(late))["error"]["code"] == "server_stopping"
+
+
 def test_engine_death_in_a_buffered_answer_is_503():
     made = make_app()
     made.client.die_after = 3

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from ..config import Config
-from ..errors import EngineDead, IsthmusError, Overloaded, RequestError
+from ..errors import EngineDead, EngineStopped, IsthmusError, Overloaded, RequestError
 from ..messages import (
     Abort,
     Command,
@@ -31,6 +31,8 @@ ProgressCall = Callable[[str, int, int], None]  # stage, done, total
 PING_S = 2.0         # between two questions how the engine is; it answers between two steps
 IDLE_SILENCE_S = 10  # an engine without requests answers long before that
 PULSE = "pulse"      # the token of those questions
+STOPPING = "the server is shutting down and takes no new requests"
+UNFINISHED = "the server is shutting down: this request was not finished, send it again"
 
 
 class EngineClient(ABC):
@@ -61,8 +63,8 @@ class EngineClient(ABC):
         """Bring the engine up; returns when it can serve. `EngineDead` carries the reason when it cannot."""
 
     async def close(self) -> None:
-        """Stop the engine at once; whoever still waits gets `EngineDead`. May be called twice."""
-        self._end("closed", "the engine was stopped")
+        """Stop the engine at once; whoever still waits gets `EngineStopped`. May be called twice."""
+        self._end("closed", UNFINISHED)
         if self._pulse is not None:
             self._pulse.cancel()
 
@@ -72,8 +74,8 @@ class EngineClient(ABC):
         Inside the engine the request has a name of its own, which its outputs bear: whoever leaves may come back with
         the same id before the engine has heard of the abort.
         Closing the iterator early, or cancelling its task, aborts the request. `EngineDead` when the engine is gone,
-        `Overloaded` (503) while it loads or drains. What waits unread is bounded by the request's own length, and
-        comes joined together.
+        `EngineStopped` when it was stopped, `Overloaded` (503) while it loads or drains. What waits unread is bounded by
+        the request's own length, and comes joined together.
         """
         self._admit(submit)
         name = f"{submit.id}.{next(self._serial)}"
@@ -103,7 +105,7 @@ class EngineClient(ABC):
     async def command(self, name: str, timeout: float = 60.0) -> dict[str, Any]:
         """The engine's answer to an administrative call. `IsthmusError` if it refuses, `EngineDead` if it is gone."""
         if self._state != "ready":
-            raise EngineDead(self._reason)
+            raise self.dead()
         token = f"{name}-{next(self._serial)}"
         future = self._commands[token] = asyncio.get_running_loop().create_future()
         try:
@@ -135,7 +137,8 @@ class EngineClient(ABC):
         return self._state not in ("loading", "ready")
 
     async def drain(self, timeout: float) -> bool:
-        """Take no new request and wait until the running ones have ended; those left after `timeout` s are aborted.
+        """Take no new request and wait until the running ones have ended; those left after `timeout` s are aborted, and
+        who waits for them gets `EngineStopped`.
 
         True if all ended by themselves.
         """
@@ -147,6 +150,8 @@ class EngineClient(ABC):
         left = tuple(self._streams)
         if left and self._state == "ready":
             self._send(Abort(left))
+            for backlog in self._streams.values():
+                backlog.put(EngineStopped(UNFINISHED))
         return not left
 
     @property
@@ -157,10 +162,10 @@ class EngineClient(ABC):
     def _admit(self, submit: Submit) -> None:
         if self._state == "loading":
             raise Overloaded(self._reason, status=503)
+        if self.draining and self._state in ("ready", "closed"):
+            raise Overloaded(STOPPING, status=503, code="server_stopping")
         if self._state != "ready":
-            raise EngineDead(self._reason)
-        if self.draining:
-            raise Overloaded("the server is shutting down and takes no new requests", status=503)
+            raise self.dead()
         if submit.id in self._names:
             raise RequestError(f"request id {submit.id!r} is in use", status=409, param="request_id")
 
@@ -235,7 +240,11 @@ class EngineClient(ABC):
         if state == "dead":
             self.died.set()
         for backlog in self._streams.values():
-            backlog.put(EngineDead(reason))
+            backlog.put(self.dead())
         for future in self._commands.values():
             if not future.done():
-                future.set_exception(EngineDead(reason))
+                future.set_exception(self.dead())
+
+    def dead(self) -> EngineDead:
+        """Why no answer can come: the engine died, or it was stopped."""
+        return (EngineStopped if self._state == "closed" else EngineDead)(self._reason)

@@ -51,7 +51,7 @@ class _Request:
         if matched is None:
             used = len(ids)
             if output.finish is not None:
-                tail, matched = self._flush()
+                tail, matched = self._flush(whole=output.finish == "stop")
                 text += tail
         self.count += used
         reason = matched if matched is not None else str(output.stop_id) if ends_by_id else None
@@ -77,8 +77,10 @@ class _Request:
                 return text, i + 1, matched
         return text, len(ids), None
 
-    def _flush(self) -> tuple[str, str | None]:
-        tail = self.detokenizer.flush()
+    def _flush(self, whole: bool) -> tuple[str, str | None]:
+        """What was held back. A character that was cut in the middle is left out; `whole`: nobody cut it, so it is
+        broken for good."""
+        tail = self.detokenizer.flush() if whole else ""
         if self.filter is None:
             return tail, None
         tail, matched = self.filter.push(tail)

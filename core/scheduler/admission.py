@@ -18,7 +18,7 @@ _PLAIN = SamplingParams()
 class Limits:
     """Numbers that the scheduler keeps to.
 
-    max_running: requests on the device.  max_queued: requests waiting.  chunk: prompt tokens in one step.
+    max_running: requests on the device.  max_queued: those beyond the free slots.  chunk: prompt tokens in one step.
     max_model_len: prompt plus output of one request, in tokens.  score_rows: prompt tokens scored in one step.
     waiting_timeout, running_timeout: seconds.  lacks: features that the platform `platform` has not, with its reasons.
     """
@@ -71,6 +71,5 @@ def check_request(submit: Submit, limits: Limits) -> int:
     room = limits.max_model_len - len(prompt)
     if room < min(1, params.max_tokens):
         raise RequestError(f"the prompt has {len(prompt)} tokens and the context is {limits.max_model_len} tokens: "
-                           "shorten the prompt or raise --max-model-len", param="prompt",
-                           code="context_length_exceeded")
+                           "shorten the prompt", param="prompt", code="context_length_exceeded")
     return min(params.max_tokens, room)

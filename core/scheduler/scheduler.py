@@ -69,6 +69,7 @@ class Scheduler:
         self._by_id: dict[str, Request] = {}
         self._ended: list[TokenOutput] = []
         self._step = 0
+        self._short = False                             # free slots cannot be filled now: memory is short
         self._next_expiry = 0.0
 
     # ---- requests in and out
@@ -78,8 +79,9 @@ class Scheduler:
         limit = check_request(submit, self.limits)
         if submit.id in self._by_id:
             raise ValueError(f"request id {submit.id!r} is in use")
-        if len(self._waiting) >= self.limits.max_queued:
-            raise Overloaded(f"{len(self._waiting)} requests are waiting, the limit is {self.limits.max_queued}: "
+        queued = self.waiting - (0 if self._short else self.table.free)
+        if queued >= self.limits.max_queued:
+            raise Overloaded(f"{queued} requests are waiting for a place, the limit is {self.limits.max_queued}: "
                              "try again later or raise --max-queued-requests")
         request = Request(submit, self.limits.eos_ids, limit)
         request.arrival = request.arrival or now
@@ -227,7 +229,7 @@ class Scheduler:
         self._retracted.appendleft(victim)
 
     def _plan_prefill(self, now: float, admit: bool) -> list[Chunk]:
-        chunks, budget = [], self.limits.chunk
+        chunks, budget, self._short = [], self.limits.chunk, not admit
         for request in self._prefilling:
             if budget <= 0:
                 return chunks
@@ -236,7 +238,10 @@ class Scheduler:
             budget -= chunks[-1].stop - chunks[-1].start
         if admit and budget > 0 and self.table.free and self.waiting:
             for request in self._admissible(now):
-                if budget <= 0 or not self.table.free or not self._admit(request, now):
+                if budget <= 0 or not self.table.free:
+                    break
+                if not self._admit(request, now):
+                    self._short = True
                     break
                 chunks.append(self._chunk(request, budget))
                 budget -= chunks[-1].stop - chunks[-1].start

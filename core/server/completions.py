@@ -116,7 +116,7 @@ class CompletionAnswer(GenerationAnswer):
             scores = choice.prompt_logprobs or Logprobs(b"", 0, b"", b"")
             parts.append(shape.add(choice.prompt.ids.tolist(), scores))
         scored = [(unpack_ids(tokens).tolist(), values) for tokens, values in choice.scored if tokens]
-        parts += [shape.add(ids, values, choice.finish is not None and i == len(scored) - 1)
+        parts += [shape.add(ids, values, choice.finish == "stop" and i == len(scored) - 1)
                   for i, (ids, values) in enumerate(scored)]
         return join(parts) if parts else None
 

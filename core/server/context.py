@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 
 from ..config import Config, size_bytes
-from ..errors import EngineDead, Overloaded, RequestError
+from ..errors import Overloaded, RequestError
+from ..processes.client import STOPPING
 from .limits import Bodies
 from .metrics import Metrics
 from .text_service import TextService
@@ -45,8 +46,9 @@ class Server:
 
     @property
     def bounds(self) -> Bounds:
+        places = self.info.get("max_running", 0) + self.config.scheduler.max_queued_requests
         return Bounds(self.info["vocab_size"], self.info["max_model_len"], self.config.server.max_n,
-                      self.info.get("sampling_defaults", {}))
+                      self.info.get("sampling_defaults", {}), places)
 
     async def read(self, request: Request, work: Callable[[bytes], T], always: bool = False) -> T:
         """What `work` makes of the JSON body, in a thread if that may take long; `always`: for a small body too."""
@@ -58,13 +60,15 @@ class Server:
         ok, reason = self.client.health()
         if not ok:
             return reason or "the engine is not ready"
-        return "the server is shutting down and takes no new requests" if self.client.draining else ""
+        return STOPPING if self.client.draining else ""
 
     def require_ready(self) -> None:
         """Raise 503 with the reason when no request can be taken."""
         reason = self.why_not_ready()
+        if self.client.draining and not self.client.died.is_set():
+            raise Overloaded(STOPPING, status=503, retry_after=5, code="server_stopping")
         if self.client.gone:
-            raise EngineDead(reason)
+            raise self.client.dead()
         if reason:
             raise Overloaded(reason, status=503, retry_after=5)
 

@@ -13,7 +13,7 @@ import pydantic
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from ..errors import EngineDead, RequestError
+from ..errors import EngineDead, EngineStopped, RequestError
 
 log = logging.getLogger(__name__)
 
@@ -22,6 +22,7 @@ STATUS_CODES = {400: "invalid_request", 401: "invalid_api_key", 404: "not_found"
                 431: "headers_too_large", 503: "unavailable"}
 ABORTED = "aborted"
 ENGINE_DEAD = "engine_dead"
+STOPPING = "server_stopping"
 SHOWN = 100  # characters of a client's value in a message
 SHORT = reprlib.Repr()
 SHORT.maxlevel, SHORT.maxstring, SHORT.maxother = 3, SHOWN, SHOWN
@@ -81,6 +82,8 @@ def as_request_error(error: Exception) -> RequestError:
         return error
     if isinstance(error, pydantic.ValidationError):
         return validation_error(error)
+    if isinstance(error, EngineStopped):
+        return RequestError(str(error), status=503, code=STOPPING, kind="server_error")
     if isinstance(error, EngineDead):
         return RequestError(f"the engine is gone: {error}", status=503, code=ENGINE_DEAD, kind="server_error")
     if isinstance(error, HTTPException):

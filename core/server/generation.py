@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 from msgspec import UNSET, UnsetType
 
-from ..errors import RequestError
+from ..errors import EngineStopped, RequestError
 from ..messages import Logprobs, SamplingParams, Submit, TextOutput, Watch, pack_ids
 from ..processes.backlog import output_size
 from .context import Server
@@ -129,6 +129,8 @@ class Generation:
                     clock.output(output.completion_tokens)
                     finish = output.finish or finish
                     yield index, output
+        except EngineStopped:
+            raise
         except Exception:
             finish = "error"
             raise

@@ -59,7 +59,7 @@ class LegacyShape:
 
     def add(self, ids: list[int], logprobs: Logprobs, last: bool = False) -> LegacyLogprobs:
         """The next tokens. One more id than log-probabilities = the first of a prompt, which has none. `last`: no
-        more will come, so what is left of a character shows as U+FFFD, as it does in the text."""
+        more will come and nobody cut it, so what is left of a character shows as U+FFFD, as it does in the text."""
         shape = LegacyLogprobs([], [], [], [])
         values: Iterator[tuple[float | None, list[int], list[float]]] = rows(logprobs)
         for i, id in enumerate(ids):

@@ -26,6 +26,7 @@ class Bounds:
     max_model_len: int
     max_n: int
     sampling: Mapping[str, float] = field(default_factory=dict)  # what the model's makers recommend
+    places: int = 2**31  # requests that may run and wait at once
 
 
 def invalid(param: str, message: str, code: str = "invalid_value") -> RequestError:
@@ -62,9 +63,12 @@ def split_prompts(prompt: Any, param: str = "prompt") -> list[tuple[str, str | l
 
 
 def check_choices(prompts: int, n: int, bounds: Bounds, param: str = "prompt") -> None:
-    """At most `max_n` answers to one request, prompts times n."""
+    """At most `max_n` answers to one request, prompts times n, and no more than there ever are places for."""
+    param = "n" if n > 1 else param
+    if prompts * n > bounds.places:
+        raise invalid(param, f"asks for {prompts} x {n} answers; at most {bounds.places} can run and wait at once "
+                             "(--max-running-requests, --max-queued-requests)")
     if prompts * n > bounds.max_n:
-        param = "n" if n > 1 else param
         raise invalid(param, f"asks for {prompts} x {n} answers; at most {bounds.max_n} are allowed (--max-n)")
 
 

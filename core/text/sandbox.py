@@ -3,8 +3,9 @@
 A chat template comes with a model file, so it is a stranger's program. It runs in jinja2's immutable sandbox (no
 private attributes, no change of values), as transformers sets it up, and each render has a `Budget`:
 
-- Every block of statements, every call, filter and operator asks it, and it ends the render at a deadline. So loops and
-  recursion stop. Generated code asks because `_Compiler` writes the question into it; no thread or signal is needed.
+- Every block of statements, every call, filter and operator asks it, and it ends the render that has computed for too
+  long. So loops and recursion stop. Time is the thread's own on a processor: a busy machine fails no good template.
+  Generated code asks because `_Compiler` writes the question into it; no other thread or signal is needed.
 - Text and lists are paid for by size, before they are made where the result can be much larger than what goes in
   (`'a' * 10**9`, widths, replace, join, formats), and after they are made where it cannot.
 - No value may weigh more than `MAX_VALUE` characters and elements, counted as written out: lists that hold each other
@@ -54,10 +55,11 @@ class Refusal(jinja2.TemplateError):
 
 
 class Budget:
-    """What one render has left."""
+    """What one render has left. seconds: of computing in the thread that makes it."""
 
     def __init__(self, seconds: float):
-        self.seconds, self.deadline, self.left = seconds, time.monotonic() + seconds, MAX_TOTAL
+        self.seconds, self.left = seconds, MAX_TOTAL
+        self._wall_end, self._end = time.monotonic() + seconds, time.thread_time() + seconds
         # Containers by identity, kept alive so that it stays their own. In the sandbox they never change.
         self._weights: dict[int, tuple[Any, int]] = {}
 
@@ -67,7 +69,8 @@ class Budget:
             raise LimitError(f"it makes a value of more than {MAX_VALUE} characters and elements")
         if self.left < 0:
             raise LimitError(f"it makes more than {MAX_TOTAL} characters and elements")
-        if time.monotonic() > self.deadline:
+        # The wall clock, many times cheaper to read, is never behind the thread's.
+        if time.monotonic() > self._wall_end and time.thread_time() > self._end:
             raise LimitError(f"it takes more than {self.seconds:g} seconds")
 
     def weigh(self, value: Any) -> int:

@@ -13,7 +13,7 @@ from ..errors import RequestError
 from .sandbox import MAX_VALUE, ChatEnvironment, LimitError, Refusal
 from .tokenizer import GUARD, Tokenizer, check_text
 
-SECONDS = 5.0           # that one render may take
+SECONDS = 5.0           # of computing that one render may take
 MAX_SOURCE = 1 << 20    # characters in a template; the longest in use have about 40,000
 MAX_DEPTH = 100         # of tools and arguments of tool calls
 
