@@ -128,10 +128,14 @@ class Int4Groups:
 
     def _expand(self, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
         """Values of some outputs, [in, stop - start]."""
-        scale, zero = self.scales[:, None, start:stop].to(torch.float32).unbind(-1)
-        digits = self._digits(start, stop).view(-1, self.group, stop - start).to(torch.float32).sub_(8)
-        values = torch.addcmul(zero, digits, scale).view(self.digits, -1, stop - start)
-        return (values[0] if self.digits == 1 else values.sum(0)).to(dtype)
+        codes = self._digits(start, stop)
+        scale, zero = self.scales[:, start:stop].to(torch.float32).unbind(-1)
+        if self.digits == 2:
+            (high, low), scale, zero = codes.chunk(2), scale.chunk(2)[1], zero.chunk(2)[0]
+            codes = high << 4 | low
+        zero = zero - (8 if self.digits == 1 else 128) * scale
+        codes = codes.view(-1, self.group, stop - start).to(torch.float32)
+        return torch.addcmul(zero[:, None], codes, scale[:, None]).view(-1, stop - start).to(dtype)
 
     def _digits(self, start: int, stop: int) -> torch.Tensor:
         """Digits of some outputs, [digits * in, outputs]."""
