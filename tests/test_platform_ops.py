@@ -9,6 +9,8 @@ from isthmus.platforms.null.platform import check_batch
 
 from .conforming import hold
 
+COST = 20  # seconds
+
 
 @pytest.mark.parametrize("case", list(cases()), ids=str)
 @pytest.mark.parametrize("name", discovery.list_platforms())

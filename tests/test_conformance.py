@@ -1,0 +1,326 @@
+"""The conformance kit: every law on every platform that can run here (ops are in test_platform_ops), and the kit's own
+promises: outcomes that are never confused, strict ledgers, reports, an installed package as the platform.
+"""
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+from isthmus.conformance import (
+    LAWS,
+    Case,
+    Ledger,
+    Needs,
+    Outcome,
+    Refused,
+    Wrong,
+    all_cases,
+    laws,
+    read_ledger,
+    run_suite,
+)
+from isthmus.conformance.compare import check_values
+from isthmus.conformance.formats import BLOCKS, decode, quantized
+from isthmus.core import discovery
+from isthmus.core.cli.main import main
+from isthmus.core.platform import FEATURES, Unavailable, Unsupported
+from isthmus.platforms.reference.platform import Platform as Reference
+
+from .conforming import hold
+from .tiny_mlx import pack_codes
+
+COST = 40  # seconds
+OTHERS = [case for case in all_cases() if case.law != "ops"]
+
+
+@pytest.mark.parametrize("case", OTHERS, ids=str)
+@pytest.mark.parametrize("name", discovery.list_platforms())
+def test_law(name: str, case: Case) -> None:
+    hold(name, case)
+
+
+# ---- the cases
+
+def test_cases_have_ids_of_their_own_and_need_capabilities_only() -> None:
+    cases = all_cases()
+    assert len({case.id for case in cases}) == len(cases)
+    assert {case.law for case in cases} == set(LAWS) == {"ops", "model", "state", "compile", "parallel", "scheduler"}
+    assert {feature for case in cases for feature in case.needs.features} == set(FEATURES)
+    names = set(discovery.list_platforms())
+    assert not [case.id for case in cases if names & {case.op, *case.needs.words()}]
+
+
+def test_only_takes_laws_ops_and_patterns() -> None:
+    assert {case.law for case in all_cases(["state"])} == {"state"}
+    assert {case.op for case in all_cases(["rope"])} == {"rope"}
+    assert [case.id for case in all_cases(["linear[q4_1+q8_0,T4,*32]"])] == ["linear[q4_1+q8_0,T4,f32]"]
+    with pytest.raises(ValueError, match="'dance' is no law and no case; laws: ops, model"):
+        all_cases(["rope", "dance"])
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_decoder_equals_the_gguf_library(name: str) -> None:
+    length, nbytes, _, _ = BLOCKS[name]
+    kind = gguf.GGMLQuantizationType[name.upper()]
+    assert gguf.GGML_QUANT_SIZES[kind] == (length, nbytes)
+    raw, values = quantized(np.random.default_rng(1), name, (24, 512))
+    want = gguf.quants.dequantize(raw.data.reshape(24, -1), kind).astype(np.float64)
+    np.testing.assert_allclose(values, want, rtol=1e-5, atol=1e-6)  # the library computes in float32
+    np.testing.assert_array_equal(decode(name, raw.data, raw.shape), values)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 6, 8])
+def test_affine_codes_are_packed_as_by_mlx(bits: int) -> None:
+    raw, values = quantized(np.random.default_rng(2), f"affine{bits}_32", (6, 64))
+    scale, bias = (np.repeat(part.data.view("<f2").reshape(part.shape).astype(float), 32, -1) for part in raw.extra)
+    codes = np.rint((values - bias) / scale).astype(np.int64)
+    np.testing.assert_array_equal(raw.data, pack_codes(codes, bits).view(np.uint8).reshape(-1))
+    assert codes.max() == 2 ** bits - 1 and codes.min() == 0
+
+
+def test_another_seed_makes_other_inputs_and_the_same_seed_the_same() -> None:
+    for case in laws.law_ops.op_cases():
+        if case.id in ("linear[q4_k,T5,f32]", "attention[gqa,6/2x32,page4,f32]", "sample[top_p,f32]"):
+            first, again, other = (case.build(seed).weights for seed in (3, 3, 4))
+            data = [[raw.data.tobytes() for raws, _ in run.values() for raw in raws] for run in (first, again, other)]
+            assert data[0] == data[1] != data[2]
+
+
+def test_the_reference_holds_with_any_seed() -> None:
+    report = run_suite("reference", only=["*f32]"], seed=12345)
+    assert report.ok and report.counts()[Outcome.PASSED] > 150, report.failures()[:5]
+
+
+# ---- outcomes
+
+class Vendor(Reference):
+    """The reference, from somewhere else."""
+
+
+class Mistaken(Vendor):
+    """Copies nothing, and has no mixture of experts."""
+
+    def copy_pages(self, state: Any, src: Any, dst: Any) -> Any:
+        return state
+
+    def supports(self, op: str, **case: Any) -> str | None:
+        return "no experts on this chip" if op == "moe" else super().supports(op, **case)
+
+    def compile(self, forward: Any, weights: Any, bucket: Any) -> Any:
+        if "down" in weights:
+            raise RuntimeError("out of registers")
+        return super().compile(forward, weights, bucket)
+
+
+def outcome(platform: Any, only: str, ledger: Ledger | None = None) -> list[tuple[str, str]]:
+    report = run_suite(platform, only=[only], ledger=ledger or Ledger())
+    return [(result.outcome.value, result.reason) for result in report.results]
+
+
+def test_wrong_error_and_unsupported_are_told_apart() -> None:
+    [(kind, reason)] = outcome(Mistaken, "attention[copied_pages*f64]")
+    assert kind == "wrong" and "launch 2" in reason and "NMSE" in reason
+    assert outcome(Mistaken, "moe[ties,softmax,f64]") == [("unsupported", "no experts on this chip")]
+    assert outcome(Mistaken, "moe[ties,softmax,bf16]") == [("unsupported", "bf16 is not computed")]
+    [(kind, reason)] = outcome(Mistaken, "rope[3x64*f64]")
+    assert (kind, reason) == ("passed", "")
+
+
+def test_a_wrong_value_comes_with_numbers() -> None:
+    report = run_suite(Mistaken, only=["state[copied,page4,f64]"], ledger=Ledger())
+    [result] = report.results
+    assert result.numbers["nmse"] > result.numbers["tolerance"] == 1e-12 and len(result.numbers["index"]) == 3
+    with pytest.raises(Wrong, match=r"values: 2 at \[1\], expected 1; NMSE 5.0e-01, at most 1e-01") as caught:
+        check_values(np.array([1.0, 2.0]), np.array([1.0, 1.0]), 0.1)
+    assert caught.value.index == (1,)
+    for bad in (np.array([1.0, np.nan]), np.array([1.0]), np.array([1, 1]), None):
+        with pytest.raises(Wrong):
+            check_values(bad, np.array([1.0, 1.0]), 0.1)
+
+
+class Broken(Vendor):
+    def load(self, raws: Any, spec: Any, dtype: str) -> Any:
+        if spec.role == "norm":
+            raise RuntimeError("out of registers")
+        if spec.role == "bias":
+            raise Unsupported("biases live elsewhere")
+        return super().load(raws, spec, dtype)
+
+
+class Absent(Vendor):
+    def probe(self, rank: int = 0, world: int = 1) -> Any:
+        raise Unavailable("the cable is not plugged in")
+
+
+def test_exceptions_of_a_platform_are_findings() -> None:
+    [(kind, reason), *_] = outcome(Broken, "rms_norm[*f64]")
+    assert (kind, reason) == ("error", "RuntimeError: out of registers")
+    assert outcome(Broken, "linear[f32,T1,bias,f64]") == [("unsupported", "biases live elsewhere")]
+    assert outcome(Absent, "all_reduce*f64]") == [("unavailable", "the cable is not plugged in")]
+    assert not run_suite(Absent, only=["all_reduce"], ledger=Ledger()).ok
+
+
+def ledger_file(folder: Path, text: str) -> Ledger:
+    (folder / "ledger.toml").write_text(text, "utf-8")
+    return read_ledger(folder / "ledger.toml")
+
+
+def test_the_ledger_is_strict(tmp_path: Path) -> None:
+    ledger = ledger_file(tmp_path, """
+[[xfail]]
+case = "attention[copied*]"
+reason = "DMA is off by a bank"
+[[xfail]]
+case = "rms_norm[*]"
+reason = "no registers"
+error = "out of registers"
+[[unsupported]]
+case = "rope[*]"
+reason = "no angles"
+""")
+    copied = "attention[copied_pages*f64]"
+    [(kind, reason)] = outcome(Mistaken, copied, ledger)
+    assert kind == "expected failure" and reason.startswith("DMA is off by a bank (launch 2")
+    [(kind, reason)] = outcome(Vendor, copied, ledger)
+    assert kind == "unexpected pass" and "remove its entry 'attention[copied*]'" in reason
+    assert not run_suite(Vendor, only=[copied], ledger=ledger).ok
+    assert {kind for kind, _ in outcome(Broken, "rms_norm[*f64]", ledger)} == {"expected failure"}
+    assert outcome(Vendor, "rope[1x128*f64]", ledger) == [("unsupported", "no angles")]
+    assert ledger.stale(all_cases(["attention", "rope"])) == ["rms_norm[*]"]
+    with pytest.raises(ValueError, match="ledger.toml: unknown table skip; there are: unsupported, xfail"):
+        ledger_file(tmp_path, "[[skip]]\ncase = 'a'\nreason = 'b'")
+    with pytest.raises(ValueError, match="ledger.toml"):
+        ledger_file(tmp_path, "[[xfail]]\ncase = 'a'")
+
+
+def test_a_stale_entry_fails_a_whole_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    case = Case("a[b,f64]", "ops", "a", Needs("f64"), lambda context: None)
+    monkeypatch.setattr(laws, "LAWS", {"ops": lambda: iter([case])})
+    gone = ledger_file(tmp_path, "[[xfail]]\ncase = 'gone[*]'\nreason = 'long ago'")
+    report = run_suite(Vendor, ledger=gone)
+    assert report.stale == ("gone[*]",) and not report.ok and "`gone[*]`" in report.as_markdown()
+    assert run_suite(Vendor, ledger=Ledger()).ok
+
+
+def test_what_computes_nothing_is_refused() -> None:
+    with pytest.raises(Refused, match="null cannot be held to the laws: no mathematics"):
+        run_suite("null")
+
+
+def test_two_ranks_need_a_platform_that_runs_them() -> None:
+    reasons = {reason for _, reason in outcome("reference", "parallel[llama*f64]")}
+    assert reasons == {"the reference runs in a single process; 2 ranks were asked for"}
+    given = {reason for _, reason in outcome(Reference({}), "parallel[llama*f64]")}
+    assert given == {"a second platform cannot be made: the suite was given an object"}
+
+
+class Two(Vendor):
+    """Says that it runs two ranks, and sums nothing."""
+
+    def probe(self, rank: int = 0, world: int = 1) -> Any:
+        from dataclasses import replace
+        return replace(super().probe(), local_ranks=world)
+
+
+def test_half_a_model_is_not_the_model() -> None:
+    kinds = {kind for kind, _ in outcome(Two, "parallel[llama*f64]")}
+    assert kinds <= {"wrong", "error"}
+
+
+# ---- reports and the command
+
+def test_report_as_data_and_markdown() -> None:
+    report = run_suite(Mistaken, only=["moe[softmax,f64]", "attention[copied*f64]", "rope[1x*f64]"], seed=5,
+                       ledger=Ledger())
+    data = json.loads(report.as_json())
+    assert (data["platform"], data["seed"], data["ok"]) == ("reference", 5, False)
+    assert data["counts"] == {"passed": 1, "unavailable": 0, "unsupported": 1, "expected failure": 0,
+                              "unexpected pass": 0, "wrong": 1, "error": 0}
+    assert data["versions"]["numpy"] == np.__version__ and data["manifest"]["determinism"] == "T0"
+    case = next(c for c in data["cases"] if c["outcome"] == "wrong")
+    assert case["id"] == "attention[copied_pages,4/2x32,page16,f64]" and case["law"] == "ops"
+    assert case["needs"] == ["f64", "kv f64", "pages of 16"] and case["numbers"]["nmse"] > 0 and case["seconds"] > 0
+    text = report.as_markdown()
+    assert "| ops | attention | 0, 1 wrong |" in text and "| ops | moe | unsupported |" in text
+    assert f"- `{case['id']}` wrong: launch 2" in text and "- 1 cases: no experts on this chip" in text
+
+
+def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    only = ["--only", "rope", "--only", "state[slots*f64]"]
+    files = ["--json", str(tmp_path / "r.json"), "--markdown", str(tmp_path / "r.md")]
+    assert main(["conformance", "--platform=reference", "--seed", "3", *only, *files]) == 0
+    out = capsys.readouterr().out
+    assert "conformance of reference" in out and "rope" in out and "slots" in out and "holds" in out
+    data = json.loads((tmp_path / "r.json").read_text())
+    assert data["seed"] == 3 and data["counts"]["passed"] == 7
+    assert (tmp_path / "r.md").read_text().startswith("# Conformance of reference")
+    assert main(["conformance", "--list", "--only", "scheduler"]) == 0
+    assert "scheduler[retracted,f64]" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments, message", [
+    (["--platform=null"], "null cannot be held to the laws: no mathematics"),
+    (["--platform=reference", "--only", "dance"], "'dance' is no law and no case"),
+    (["--platform=reference", "--json", "/nowhere/at/all.json"], "there is no such folder"),
+    (["--platform=reference", "--seed", "-1"], "--seed -1 is below 0"),
+    (["--platform=reference", "--platform-option", "speed"], "key=value"),
+    (["--platform=reference", "--platform-option", "speed=9", "--only", "rope"], "speed"),
+])
+def test_command_refuses(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["conformance", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err + captured.out
+
+
+def test_command_says_when_a_platform_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "r.json"
+    assert main(["conformance", "--platform=warp", "--only", "rope", "--json", str(file)]) == 2
+    assert "warp is unavailable here: platform 'warp' is not installed" in capsys.readouterr().out
+    assert {case["outcome"] for case in json.loads(file.read_text())["cases"]} == {"unavailable"}
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Iterator[Path]:
+    """A folder like site-packages with an installed package that offers the platform "faulty"."""
+    info, home = tmp_path / "isthmus_faulty-1.0.dist-info", tmp_path / "isthmus_faulty"
+    info.mkdir()
+    home.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: isthmus-faulty\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[isthmus.platforms]\nfaulty = isthmus_faulty.platform:Platform\n")
+    (home / "__init__.py").write_text("")
+    (home / "platform.py").write_text("""
+from isthmus.platforms.reference.platform import Platform as Reference
+
+class Platform(Reference):
+    def copy_pages(self, state, src, dst):
+        return state
+""")
+    yield tmp_path
+
+
+def test_an_installed_package_is_held_to_the_laws_and_has_its_ledger(package: Path) -> None:
+    """In a process that knows the folder only, and starts elsewhere."""
+    def command() -> subprocess.CompletedProcess[str]:
+        code = f"import sys; sys.path.insert(0, {str(package)!r}); from isthmus.core.cli.main import main; " \
+               "sys.exit(main(['conformance', '--platform=faulty', '--only', 'attention[*f64]']))"
+        return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=package, timeout=120)
+    done = command()
+    assert done.returncode == 1 and "wrong attention[copied_pages" in done.stdout, done.stdout + done.stderr
+    (package / "isthmus_faulty" / "ledger.toml").write_text(
+        "[[xfail]]\ncase = 'attention[copied_pages*]'\nreason = 'waits for firmware 2'\n")
+    done = command()
+    assert done.returncode == 0 and "waits for firmware 2" in done.stdout, done.stdout + done.stderr
+
+
+def test_the_kit_imports_no_framework() -> None:
+    code = ("import sys, isthmus.conformance, isthmus.conformance.terminal; "
+            "print([m for m in ('torch', 'jax', 'mlx', 'gguf', 'transformers', 'pytest') if m in sys.modules])")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.strip() == "[]", done.stdout + done.stderr
