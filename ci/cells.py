@@ -84,7 +84,10 @@ def _cell(job: dict[str, Any], report: dict[str, Any] | None, row: str, about: C
         return Cell(UNSUPPORTED, job["lacks"][row])
     if is_format and row not in job["capabilities"] and not job["expands"]:
         return Cell(UNSUPPORTED, "neither kept nor expanded")
-    return judge([case for case in report["cases"] if about(case, row)]) if report else Cell(UNVERIFIED)
+    if report is None:
+        return Cell(UNVERIFIED)
+    # The first need is the dtype: cases of dtypes that the platform never computes in are not about it.
+    return judge([case for case in report["cases"] if case["needs"][0] in job["capabilities"] and about(case, row)])
 
 
 def markdown(matrix: dict[str, Any], reports: dict[str, dict[str, Any]], words: Callable[..., str]) -> str:

@@ -31,7 +31,7 @@ def make_environment(folder: Path, words: list[str]) -> Path:
 def check_absent(python: Path, modules: list[str]) -> None:
     """Fail when one of the modules can be imported."""
     for module in modules:
-        done = subprocess.run([python, "-c", f"import {module}"], capture_output=True, cwd=tempfile.gettempdir())
+        done = subprocess.run([python, "-I", "-c", f"import {module}"], capture_output=True)  # -I: no folder of here
         if done.returncode == 0:
             raise SystemExit(f"{module} can be imported, and this job is to show that nothing needs it")
         print(f"  {module} cannot be imported, as it should be", flush=True)

@@ -14,8 +14,6 @@ import matrix
 import pytest
 import tables
 import yaml
-from isthmus.core import manifests
-from isthmus.core.discovery import Found
 
 COST = 20  # seconds
 JOBS = matrix.matrix()["jobs"]
@@ -187,9 +185,10 @@ def test_cells_follow_reports_and_manifests():
     data = cells.read_matrix()
     name = next(n for n, j in data["jobs"].items() if j["platform"] == "cpu")
     other = next(n for n in data["jobs"] if n != name)
-    data["jobs"][name] |= {"lacks": {"softcap": "no | caps"}, "capabilities": ["q4_0"], "expands": False}
+    data["jobs"][name] |= {"lacks": {"softcap": "no | caps"}, "capabilities": ["bf16", "q4_0"], "expands": False}
     found = [case("passed"), case("wrong", "moe[top2,bf16]", needs=["bf16", "moe"], reason="NMSE 1"),
-             case("passed", "rope[2x4,bf16]"), case("passed", "hit[bf16]", law="state")]
+             case("passed", "rope[2x4,bf16]"), case("passed", "hit[bf16]", law="state"),
+             case("passed", "embed[3,f64]", needs=["f64"])]
     report = {"job": name, "tests": "failed", "cases": found}
     tables = cells.sections(data, {name: report})
     state = {(section, row): cells_[name].state for section, rows in tables.items() for row, cells_ in rows.items()}
@@ -241,20 +240,3 @@ def test_an_unknown_job_is_refused_with_those_there_are(capsys):
     with pytest.raises(SystemExit):
         job.main(["quantum"])
     assert "there is no job quantum; there are: cpu" in capsys.readouterr().err
-
-
-# ---- what tests declare
-
-def test_words_of_a_claim_are_those_of_the_conformance_cases():
-    words = manifests.capabilities(manifests.read_claim(Found("cpu", "folder")))
-    assert {"bf16", "kv bf16", "q4_1", "pages of 16", "logprobs"} <= words and "2 ranks" not in words
-
-
-@pytest.mark.needs("bf16", "kv bf16")
-def test_a_test_is_tried_on_platforms_that_offer_what_it_needs(platform_name):
-    assert {"bf16", "kv bf16"} <= manifests.capabilities(manifests.read_claim(Found(platform_name, "folder")))
-
-
-@pytest.mark.needs("f64")
-def test_and_on_no_other(platform_name):
-    assert platform_name == "reference"

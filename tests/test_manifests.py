@@ -293,3 +293,20 @@ def test_the_null_platform_leaves_out_what_it_is_told_to():
         discovery.load_platform("null", {"lacks": "logprob"})
     manifest = discovery.load_platform("null", {"lacks": "moe"}).probe()
     assert manifest.features == set(FEATURES) - {"moe", "export_pages"}
+
+
+# ---- what tests declare
+
+def test_words_of_a_claim_are_those_of_the_conformance_cases():
+    words = manifests.capabilities(manifests.read_claim(Found("cpu", "folder")))
+    assert {"bf16", "kv bf16", "q4_1", "pages of 16", "logprobs"} <= words and "2 ranks" not in words
+
+
+@pytest.mark.needs("bf16", "kv bf16")
+def test_a_test_is_tried_on_platforms_that_offer_what_it_needs(platform_name):
+    assert {"bf16", "kv bf16"} <= manifests.capabilities(manifests.read_claim(Found(platform_name, "folder")))
+
+
+@pytest.mark.needs("f64")
+def test_and_on_no_other(platform_name):
+    assert platform_name == "reference"
