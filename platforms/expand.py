@@ -65,6 +65,30 @@ def _affine_q8_0(blocks: np.ndarray) -> Affine:
     return blocks[:, 2:].view(np.int8), scale, np.zeros_like(scale)
 
 
+def _six_bit_pairs(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """12 bytes of Q4_K and Q5_K -> 8 scales and 8 minimums of 6 bits, [blocks, 8, 1] each."""
+    first, second, rest = packed[:, 0:4], packed[:, 4:8], packed[:, 8:12]
+    scale = np.concatenate([first & 63, (rest & 15) | (first >> 6 << 4)], axis=1)
+    minimum = np.concatenate([second & 63, (rest >> 4) | (second >> 6 << 4)], axis=1)
+    return scale[:, :, None], minimum[:, :, None]
+
+
+def _scaled_pairs(blocks: np.ndarray, codes: np.ndarray) -> Affine:
+    """Codes [blocks, 8, 32] of Q4_K and Q5_K with their scales and minimums."""
+    scale, minimum = _six_bit_pairs(blocks[:, 4:16])
+    return codes, _half(blocks, 0)[:, :, None] * scale, -(_half(blocks, 2)[:, :, None] * minimum)
+
+
+def _affine_q4_k(blocks: np.ndarray) -> Affine:
+    return _scaled_pairs(blocks, _fields(blocks[:, 16:].reshape(-1, 4, 32), 4).reshape(-1, 8, 32))
+
+
+def _affine_q5_k(blocks: np.ndarray) -> Affine:
+    low = _fields(blocks[:, 48:].reshape(-1, 4, 32), 4).reshape(-1, 8, 32)
+    high = _fields(blocks[:, 16:48], 1)
+    return _scaled_pairs(blocks, low | (high << np.uint8(4)))
+
+
 def _affine_packed(bits: int) -> Callable[[np.ndarray, np.ndarray, np.ndarray], Affine]:
     """MLX: codes in one stream of bits, the lowest first, whole ones in every 1, 3 or 5 bytes; the rest lies beside."""
     size = bits // gcd(bits, 8)
@@ -86,31 +110,7 @@ def _expand_affine(decode: Callable[..., Affine]) -> Callable[..., np.ndarray]:
     return expand_blocks
 
 
-# Blocks of 256 in groups of 16 or 32, whose scales are themselves quantized.
-
-def _six_bit_pairs(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """12 bytes of Q4_K and Q5_K -> 8 scales and 8 minimums of 6 bits, [blocks, 8, 1] each."""
-    first, second, rest = packed[:, 0:4], packed[:, 4:8], packed[:, 8:12]
-    scale = np.concatenate([first & 63, (rest & 15) | (first >> 6 << 4)], axis=1)
-    minimum = np.concatenate([second & 63, (rest >> 4) | (second >> 6 << 4)], axis=1)
-    return scale[:, :, None], minimum[:, :, None]
-
-
-def _scaled_pairs(blocks: np.ndarray, codes: np.ndarray) -> np.ndarray:
-    """Codes [blocks, 8, 32] of Q4_K and Q5_K -> values."""
-    scale, minimum = _six_bit_pairs(blocks[:, 4:16])
-    return _half(blocks, 0)[:, :, None] * scale * codes - _half(blocks, 2)[:, :, None] * minimum
-
-
-def _expand_q4_k(blocks: np.ndarray) -> np.ndarray:
-    return _scaled_pairs(blocks, _fields(blocks[:, 16:].reshape(-1, 4, 32), 4).reshape(-1, 8, 32))
-
-
-def _expand_q5_k(blocks: np.ndarray) -> np.ndarray:
-    low = _fields(blocks[:, 48:].reshape(-1, 4, 32), 4).reshape(-1, 8, 32)
-    high = _fields(blocks[:, 16:48], 1)
-    return _scaled_pairs(blocks, low | (high << np.uint8(4)))
-
+# Blocks of 256 in groups of 16, whose scales are themselves quantized.
 
 def _expand_q6_k(blocks: np.ndarray) -> np.ndarray:
     low = _fields(blocks[:, :128].reshape(-1, 2, 64), 4).reshape(-1, 16, 16)
@@ -153,6 +153,7 @@ class Codec(NamedTuple):
 PACKED = {f"affine{bits}_{group}": (bits, group) for bits in (2, 3, 4, 5, 6, 8) for group in (32, 64, 128)}
 
 AFFINE = {"q4_0": _affine_q4_0, "q4_1": _affine_q4_1, "q5_0": _affine_q5_0, "q5_1": _affine_q5_1, "q8_0": _affine_q8_0,
+          "q4_k": _affine_q4_k, "q5_k": _affine_q5_k,
           **{name: _affine_packed(bits) for name, (bits, _) in PACKED.items()}}
 
 CODECS = {
@@ -167,8 +168,8 @@ CODECS = {
     "q8_0": Codec(32, 34, _expand_affine(_affine_q8_0)),
     "q2_k": Codec(256, 84, _expand_q2_k),
     "q3_k": Codec(256, 110, _expand_q3_k),
-    "q4_k": Codec(256, 144, _expand_q4_k),
-    "q5_k": Codec(256, 176, _expand_q5_k),
+    "q4_k": Codec(256, 144, _expand_affine(_affine_q4_k)),
+    "q5_k": Codec(256, 176, _expand_affine(_affine_q5_k)),
     "q6_k": Codec(256, 210, _expand_q6_k),
     **{name: Codec(group, group * bits // 8, _expand_affine(AFFINE[name]), 2)
        for name, (bits, group) in PACKED.items()},
@@ -222,4 +223,4 @@ def affine(raw: RawTensor) -> Affine:
 
 def group_size(name: str) -> int:
     """Elements that share a scale and a minimum in a format of `AFFINE`."""
-    return CODECS[name].elements
+    return PACKED[name][1] if name in PACKED else 32

@@ -155,6 +155,18 @@ def test_formats_of_experts_are_kept_in_bfloat16_only(platform):
             assert str(sparse_layer(name, "f32")[0]) == "6 experts, float32"
 
 
+@pytest.mark.parametrize("name", ["q4_0", "affine8_64"])
+@pytest.mark.parametrize("outputs", [1, 10, 33])
+def test_any_number_of_outputs_stays_quantized(name, outputs):
+    raw, values = quantized(np.random.default_rng(9), name, (outputs, 256))
+    x, bias = torch.randn(3, 256).bfloat16(), torch.randn(outputs).bfloat16()
+    with torch.inference_mode():
+        leaf = quant.load_weight([raw], WeightSpec(("w",), "linear"), "bf16")
+        got = leaf.product(x, bias).double().numpy()
+    assert isinstance(leaf, quant.Int4Groups) and got.shape == (3, outputs)
+    assert relative(got, x.double().numpy() @ values.T + bias.double().numpy()) < 1e-2
+
+
 def test_expansion_in_pieces_joins_them_in_order(monkeypatch):
     raw, values = quantized(np.random.default_rng(2), "q4_1", (320, 64))
     x = torch.randn(quant.MANY, 64).bfloat16()

@@ -23,6 +23,8 @@ from .checkpoints import Stored, as_gguf, tiny_llama_metadata, tiny_weights, wri
 from .tiny import tiny_model
 from .tiny_gguf import tiny_gguf
 
+COST = 15  # seconds
+
 
 class Recorder:
     """The reference platform, which notes what it was asked and given; `refuses` maps an op to a reason."""

@@ -14,7 +14,8 @@ from ..expand import CODECS, PACKED, affine, expand
 from ..experts import by_expert
 
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
-BITS = {"q4_0": 4, "q4_1": 4, "q8_0": 8, **{name: bits for name, (bits, _) in PACKED.items()}}
+BITS = {"q4_0": 4, "q4_1": 4, "q4_k": 4, "q5_0": 5, "q5_1": 5, "q5_k": 5, "q8_0": 8,
+        **{name: bits for name, (bits, _) in PACKED.items()}}
 KEPT = tuple(BITS)
 TOKENS = 32      # tokens that oneDNN chooses its order of a dense matrix for
 MANY = 256       # tokens from which expanding int4 weights pays, measured with AVX-512
@@ -99,6 +100,8 @@ class Int4Groups:
 
     def __init__(self, codes: np.ndarray, scale: np.ndarray, minimum: np.ndarray, bits: int) -> None:
         self.digits, self.outputs, self.group = (bits + 3) // 4, len(codes), codes.shape[1] // scale.shape[1]
+        spare = -self.outputs % 16  # torch's packing wants whole blocks of outputs
+        codes, scale, minimum = (np.pad(part, ((0, spare), (0, 0))) for part in (codes, scale, minimum))
         if codes.dtype == np.uint8:  # around 0, where the zero is small and its rounding too
             middle = 1 << (bits - 1)
             codes, minimum = (codes - np.uint8(middle)).view(np.int8), minimum + middle * scale
@@ -115,7 +118,7 @@ class Int4Groups:
             out = self._expanded_product(x)
         else:
             x = x.contiguous() if self.digits == 1 else torch.cat((x, x), 1)
-            out = _int4_product(x, self.packed, self.group, self.scales)
+            out = _int4_product(x, self.packed, self.group, self.scales)[:, :self.outputs]
         return out if bias is None else out + bias
 
     def _expanded_product(self, x: torch.Tensor) -> torch.Tensor:
@@ -185,8 +188,7 @@ def load_weight(raws: Sequence[RawTensor], spec: WeightSpec, dtype: str) -> Leaf
 def _matrix(raws: Sequence[RawTensor], dtype: str) -> Dense | Int4Groups:
     """Kept when all parts have the same format, so that one kernel call serves them; otherwise all are expanded."""
     kept = all(raw.dtype in KEPT for raw in raws) and reason_to_expand(raws[0].dtype, dtype) is None
-    outputs = sum(raw.shape[0] for raw in raws)
-    if kept and len({raw.dtype for raw in raws}) == 1 and outputs % 16 == 0:
+    if kept and len({raw.dtype for raw in raws}) == 1:
         parts = (np.concatenate(part) for part in zip(*map(affine, raws), strict=True))
         return Int4Groups(*parts, BITS[raws[0].dtype])
     return Dense(_stacked(raws, dtype))
