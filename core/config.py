@@ -1,7 +1,8 @@
 """Every setting there is, in typed groups. One flag, environment variable and YAML key is derived from each field.
 
 A field's metadata: `help` (one sentence), `choices` (a tuple, or the function that lists what is registered), `unit`
-("bytes" = a size such as 4GiB), `least`, `most`, `needs` (what a text that is set must hold).
+("bytes" = a size such as 4GiB), `least`, `most`, `needs` (what a text that is set must hold), `aliases` (other words
+for some of the choices).
 Resolution and who set what is the business of `core.cli.settings`; `None` or "auto" means that the engine decides at
 start and reports it.
 """
@@ -16,7 +17,7 @@ SIZE_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12
 
 
 def setting(default: Any, help: str, **more: Any) -> Any:
-    """A dataclass field with its help text and optional `choices`, `unit`, `least`, `most`, `needs`."""
+    """A dataclass field with its help text and optional `choices`, `unit`, `least`, `most`, `needs`, `aliases`."""
     return field(default=default, metadata={"help": help, **more})
 
 
@@ -45,7 +46,8 @@ class ModelSettings:
     model: str | None = setting(None, "GGUF file, model folder, hub id, or a name that `isthmus models` lists")
     served_model_name: str | None = setting(None, "name that clients use; the model's own name by default")
     revision: str | None = setting(None, "branch, tag or commit of a hub model")
-    dtype: str = setting("auto", "compute dtype", choices=("auto", "float32", "bfloat16"))
+    dtype: str = setting("auto", "compute dtype", choices=("auto", "float32", "bfloat16"), aliases={
+        "bf16": "bfloat16", "f32": "float32", "fp32": "float32"})
     max_model_len: int | None = setting(None, "longest prompt plus output, in tokens; the model's own limit by default",
                                         least=2)
     chat_template: str | None = setting(None, "file with a Jinja chat template that replaces the model's own")

@@ -217,3 +217,11 @@ def test_suggestions_need_some_likeness():
     assert suggest("prot", ["port"]) == "; did you mean port?"
     assert suggest("zebra", ["port"]) == ""
     assert suggest("PROT", ["Port"]) == "; did you mean Port?"
+
+
+@pytest.mark.parametrize("word, canonical", [("bf16", "bfloat16"), ("BF16", "bfloat16"), ("f32", "float32"),
+                                             ("fp32", "float32"), ("float32", "float32"), ("bfloat16", "bfloat16")])
+def test_other_words_for_a_dtype_are_taken_and_shown_as_the_one(word, canonical):
+    resolved = resolve({"dtype": word}, {})
+    assert resolved.config.model.dtype == canonical == shown(resolved.config, list_settings()["dtype"])
+    assert resolve({}, {"ISTHMUS_DTYPE": word}).config.model.dtype == canonical

@@ -8,8 +8,8 @@ from typing import Any
 
 from ..config import Config
 from ..errors import IsthmusError
+from ..version import isthmus_version
 from .progress import size
-from .version import isthmus_version
 
 DTYPES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16", "f64": "float64"}
 WIDTH = 99

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from ..errors import ConfigError
-from .settings import suggest
+from ..suggest import suggest
 
 
 class Option(NamedTuple):

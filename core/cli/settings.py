@@ -1,10 +1,9 @@
 """Where each setting's value comes from: default < YAML file < environment < command line."""
 from __future__ import annotations
 
-import difflib
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import Field, dataclass, fields, replace
 from pathlib import Path
 from types import UnionType
@@ -13,6 +12,7 @@ from typing import Any, get_args, get_type_hints
 from ..config import Config, size_bytes
 from ..env import PREFIX, VARIABLES
 from ..errors import ConfigError
+from ..suggest import suggest
 
 SECRET = ("api_key",)
 FLAGS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
@@ -40,7 +40,7 @@ class Setting:
         return PREFIX + self.name.upper()
 
     def meta(self, key: str) -> Any:
-        """`help`, `unit`, `least`, `most` or `needs` of the field; None when it has none."""
+        """`help`, `unit`, `least`, `most`, `needs` or `aliases` of the field; None when it has none."""
         return self.field.metadata.get(key)
 
     @property
@@ -72,13 +72,6 @@ def list_settings() -> dict[str, Setting]:
     return found
 
 
-def suggest(word: str, known: Iterable[str], likeness: float = 0.6) -> str:
-    """"; did you mean x?" for the closest known word, or nothing. Upper and lower case count as the same."""
-    by_lower = {name.lower(): name for name in known}
-    close = difflib.get_close_matches(word.lower(), by_lower, 1, likeness)
-    return f"; did you mean {by_lower[close[0]]}?" if close else ""
-
-
 def check(setting: Setting, value: Any, label: str) -> Any:
     """The value in the setting's own type. `label` says where it was given; `ConfigError` names it and the way out."""
     if (needs := setting.meta("needs")) and isinstance(value, str) and not value.strip(", \t\r\n"):
@@ -87,6 +80,7 @@ def check(setting: Setting, value: Any, label: str) -> Any:
         return None
     try:
         value = _convert(setting.type, value)
+        value = (setting.meta("aliases") or {}).get(str(value).lower(), value)
         amount = size_bytes(value) if setting.meta("unit") == "bytes" else value
     except ValueError as error:
         raise ConfigError(f"{label}: {error}") from None
@@ -106,8 +100,8 @@ def _convert(kind: type, value: Any) -> Any:
     found = None
     if kind is bool and isinstance(value, str | bool):
         found = FLAGS.get(str(value).lower())
-    elif kind is str and plain:
-        found = str(value)
+    elif kind is str and (plain or isinstance(value, os.PathLike)):
+        found = os.fspath(value) if isinstance(value, os.PathLike) else str(value)
     elif kind is int and plain:
         found = int(value) if re.fullmatch(r"[+-]?\d{1,18}", str(value)) else None
     elif kind is float and plain:

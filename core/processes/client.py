@@ -74,8 +74,8 @@ class EngineClient(ABC):
         Inside the engine the request has a name of its own, which its outputs bear: whoever leaves may come back with
         the same id before the engine has heard of the abort.
         Closing the iterator early, or cancelling its task, aborts the request. `EngineDead` when the engine is gone,
-        `EngineStopped` when it was stopped, `Overloaded` (503) while it loads or drains. What waits unread is bounded by
-        the request's own length, and comes joined together.
+        `EngineStopped` when it was stopped, `Overloaded` (503) while it loads or drains. What waits unread is bounded
+        by the request's own length, and comes joined together.
         """
         self._admit(submit)
         name = f"{submit.id}.{next(self._serial)}"

@@ -101,6 +101,10 @@ class DetokenizerState:
         """Know a request; must come before its first output."""
         self._requests[watch.id] = _Request(self.tokenizer, watch)
 
+    def forget(self, id: str) -> None:
+        """Drop a request that nobody reads any more. An unknown id is ignored."""
+        self._requests.pop(id, None)
+
     def handle(self, batch: TokenOutputs) -> tuple[TextOutputs, tuple[str, ...]]:
         """Texts of a step, and the ids of requests that a stop string ended, which the scheduler must be told."""
         texts, stops = [], []

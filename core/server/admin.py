@@ -1,25 +1,17 @@
 """What is served and how it is doing: models, health, readiness, metrics, cache, version."""
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from ..errors import EngineDead, IsthmusError, RequestError
+from ..version import isthmus_version
 from .context import Server
 from .stream import json_response
 
 STATS_S = 5.0  # a scrape waits no longer for an engine in a long step
-
-
-def package_version() -> str:
-    """Isthmus's own version."""
-    try:
-        return version("isthmus")
-    except PackageNotFoundError:  # run from a checkout that was never installed
-        return "unknown"
 
 
 def model_card(server: Server) -> dict[str, Any]:
@@ -73,12 +65,12 @@ async def metrics(server: Server, request: Request) -> Response:
 
 async def server_info(server: Server, request: Request) -> Response:
     """The engine's description of itself and its numbers; no setting that could be a secret."""
-    return json_response({"version": package_version(), "served_model_name": server.model, "info": server.info,
+    return json_response({"version": isthmus_version(), "served_model_name": server.model, "info": server.info,
                           "stats": await engine_stats(server), "running": len(server.running)})
 
 
 async def show_version(server: Server, request: Request) -> Response:
-    return json_response({"version": package_version()})
+    return json_response({"version": isthmus_version()})
 
 
 async def flush_cache(server: Server, request: Request) -> Response:
@@ -93,5 +85,5 @@ async def flush_cache(server: Server, request: Request) -> Response:
 
 async def root(server: Server, request: Request) -> Response:
     """What this is, for a person who opens the address in a browser."""
-    return json_response({"name": "Isthmus", "version": package_version(), "model": server.model,
-                          "endpoints": sorted(route.path for route in request.app.routes)})
+    return json_response({"name": "Isthmus", "version": isthmus_version(), "model": server.model,
+                          "endpoints": sorted(route.path.replace(":path}", "}") for route in request.app.routes)})

@@ -47,6 +47,13 @@ class Body(BaseModel):
 AnyBody = TypeVar("AnyBody", bound=Body)
 
 
+def spellings(model: type[Body]) -> frozenset[str]:
+    """Every name under which a field of the model may be sent."""
+    aliases = ((name, field.validation_alias) for name, field in model.model_fields.items())
+    return frozenset(word for name, alias in aliases
+                     for word in (alias.choices if isinstance(alias, AliasChoices) else (name,)))
+
+
 def read(model: type[AnyBody], data: bytes) -> AnyBody:
     """A request from its bytes; raises the 400 that names the first fault."""
     fields = parse_object(data)
