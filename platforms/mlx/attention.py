@@ -6,12 +6,13 @@ pages are gathered and a masked softmax runs over them.
 """
 from __future__ import annotations
 
+import bisect
 from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
 
-from ...core.platform import AttentionSpec, Batch, LayerState
+from ...core.platform import AttentionSpec, Batch, Buckets, LayerState
 from .attention_kernel import decode_kernel, kernel_gap
 from .quant import Device
 
@@ -19,9 +20,16 @@ TILE = 64               # queries of one row that read the same pages
 SCORES = 64 << 20       # bytes of scores held at once
 
 
-def power_of_two(count: int) -> int:
-    """The smallest power of two that is not below `count`; 0 for 0."""
-    return 1 << (count - 1).bit_length() if count else 0
+# Sizes that steps are compiled for. Padding costs time where products are bound by arithmetic, and each size costs a
+# trace: steps of about a third.
+SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
+BUCKETS = Buckets(tokens=SIZES, rows=SIZES[:16], pages=(*SIZES[3:], 3072, 4096, 6144, 8192, 12288, 16384, 32768, 65536))
+
+
+def fit(count: int, sizes: tuple[int, ...]) -> int:
+    """The smallest of the ascending `sizes` that holds `count`, or `count` beyond them; 0 for 0."""
+    place = bisect.bisect_left(sizes, count)
+    return count if count == 0 or place == len(sizes) else sizes[place]
 
 
 @dataclass(frozen=True)
@@ -34,8 +42,9 @@ class Sizes:
     plain: bool
 
 
-def plan_arrays(batch: Batch) -> tuple[Sizes, dict[str, np.ndarray]]:
-    """A step's attention as arrays of few sizes. Position -1 is a query that nobody owns; its result is zeros.
+def plan_arrays(batch: Batch, page_size: int) -> tuple[Sizes, dict[str, np.ndarray]]:
+    """A step's attention as arrays of few sizes, whatever the batch is padded to. Position -1 is a query that nobody
+    owns; its result is zeros.
 
     decode_tokens, decode_positions [D], decode_pages [D, P]; tile_tokens, tile_positions [N, Q], tile_pages [N, P];
     places [T]: where each token's result is among the D + N * Q.
@@ -43,25 +52,29 @@ def plan_arrays(batch: Batch) -> tuple[Sizes, dict[str, np.ndarray]]:
     total, counts = len(batch.tokens), np.diff(batch.starts)
     several = np.flatnonzero(counts != 1)
     decodes = int(several[0]) if len(several) else len(counts)
-    plain = decodes == batch.starts[-1]
-    size = total if plain else power_of_two(decodes)
-    arrays = {"decode_tokens": _grown(np.arange(decodes), size), "decode_pages": _grown(batch.pages[:decodes], size),
+    pages = batch.pages[:, :fit(-(-int(batch.lengths.max()) // page_size), BUCKETS.pages)]
+    only_decodes, size = decodes == batch.starts[-1], fit(decodes, BUCKETS.tokens)
+    plain = only_decodes and size >= total
+    size = total if plain else size
+    arrays = {"decode_tokens": _grown(np.arange(decodes), size), "decode_pages": _grown(pages[:decodes], size),
               "decode_positions": _grown(batch.positions[:decodes], size, -1)}
     if plain:
         return Sizes(size, 0, 0, True), arrays
+    places = np.zeros(total, np.int32)
+    places[:decodes] = np.arange(decodes)
+    if only_decodes:
+        return Sizes(size, 0, 0, False), arrays | {"places": places}
     prompts = np.flatnonzero(counts > 1)
-    queries = min(TILE, power_of_two(int(counts.max())))
+    queries = min(TILE, fit(int(counts.max()), BUCKETS.tokens))
     each = -(-counts[prompts] // queries)
     rows = np.repeat(prompts, each)
     first = np.arange(each.sum()) - np.repeat(np.cumsum(each) - each, each)
     tokens = (batch.starts[rows] + first * queries)[:, None] + np.arange(queries)
     inside = tokens < batch.starts[rows + 1][:, None]
-    tiles = power_of_two(len(rows))
-    places = np.zeros(total, np.int32)
-    places[:decodes] = np.arange(decodes)
+    tiles = fit(len(rows), BUCKETS.tokens)
     places[tokens[inside]] = (size + np.arange(tokens.size)).reshape(tokens.shape)[inside]
     tokens = np.where(inside, tokens, 0)
-    arrays |= {"tile_tokens": _grown(tokens, tiles), "tile_pages": _grown(batch.pages[rows], tiles),
+    arrays |= {"tile_tokens": _grown(tokens, tiles), "tile_pages": _grown(pages[rows], tiles),
                "tile_positions": _grown(np.where(inside, batch.positions[tokens], -1), tiles, -1), "places": places}
     return Sizes(size, tiles, queries, False), arrays
 
@@ -100,9 +113,10 @@ class AttentionPlan:
             parts.append(self._decode(some, cache, spec, a["decode_pages"], a["decode_positions"]))
         if self.sizes.plain:
             return parts[0]
-        tiles = mx.take(q, a["tile_tokens"].flatten(), axis=0).reshape(*a["tile_tokens"].shape, *q.shape[1:])
-        out = attend_gathered(tiles, cache, spec, a["tile_pages"], a["tile_positions"], self.page_size, self.device)
-        parts.append(out.reshape(-1, *q.shape[1:]))
+        if self.sizes.tiles:
+            tiles = mx.take(q, a["tile_tokens"].flatten(), axis=0).reshape(*a["tile_tokens"].shape, *q.shape[1:])
+            out = attend_gathered(tiles, cache, spec, a["tile_pages"], a["tile_positions"], self.page_size, self.device)
+            parts.append(out.reshape(-1, *q.shape[1:]))
         return mx.take(mx.concatenate(parts) if len(parts) > 1 else parts[0], a["places"], axis=0)
 
     def _decode(self, q: mx.array, cache: mx.array, spec: AttentionSpec, pages: mx.array,

@@ -130,7 +130,7 @@ class Step:
 
     def _build(self, state: State, batch: Batch) -> tuple[Sampled | mx.array, list[mx.array]]:
         """The step's graph. The state gets the arrays that it will compute; it is unchanged when this raises."""
-        sizes, host = plan_arrays(batch)
+        sizes, host = plan_arrays(batch, state.spec.page_size)
         host |= {name: getattr(batch, name) for name in MOVED}
         host["owners"] = batch.seqs[batch.rows]
         fed = {name: mx.array(value) for name, value in host.items()}

@@ -15,7 +15,6 @@ from ...core.platform import (
     INTERFACE_VERSION,
     Batch,
     Bucket,
-    Buckets,
     Manifest,
     RawTensor,
     StateSpec,
@@ -32,6 +31,7 @@ except ImportError as error:
     raise Unavailable(f"mlx cannot be imported ({error}): pip install 'isthmus[mlx]' on a Mac with Apple silicon, "
                       "'mlx[cpu]' on Linux") from error
 
+from .attention import BUCKETS
 from .graph import Line, Step
 from .memory import Budget
 from .moe import ACTIVATIONS
@@ -40,11 +40,6 @@ from .quant import DTYPES, KEPT, Device, Leaf, load_weight
 
 OPS = ("embed", "linear", "rms_norm", "rope", "attention", "act_mul", "moe", "all_reduce", "sample")
 MEMORY_SHARE = 0.75  # of the working set, unless the option says otherwise
-# Padding costs time where products are bound by arithmetic, and each size costs one trace: steps of about a third.
-SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
-BUCKETS = Buckets(tokens=SIZES, rows=tuple(size for size in SIZES if size <= 256),
-                  pages=(4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096,
-                         6144, 8192))
 
 
 class Platform:
