@@ -202,6 +202,7 @@ class Engine:
             self.core.abort(running)
             for submit in submits:
                 self._arrived.pop(submit.id, None)
+                self._texts.forget(submit.id)
 
     def _feed(self, waiting: deque[Submit], running: set[str]) -> None:
         while waiting:

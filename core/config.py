@@ -29,6 +29,14 @@ def size_bytes(text: str) -> int:
     return int(float(match[1]) * SIZE_UNITS[match[2].upper()])
 
 
+def shown_size(n: float) -> str:
+    """Bytes for people, in the units of memory: "1.25 GiB", "84 MiB", "3.5 KiB"."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
+        if n >= size:
+            return f"{n / size:.2f} {unit}" if unit == "GiB" else f"{n / size:.{0 if n >= 10 * size else 1}f} {unit}"
+    return f"{n / 2**10:.1f} KiB"
+
+
 def _eviction_policies() -> tuple[str, ...]:
     from .cache.eviction import EVICTION
     return tuple(EVICTION)
@@ -59,8 +67,8 @@ class CacheSettings:
     """Pages of K and V, and the prefix cache over them."""
 
     page_size: int | None = setting(None, "tokens in a page; the platform's default unless set", least=1)
-    kv_cache_memory: str | None = setting(None, "memory for K and V, such as 4GiB; a share of free memory by default",
-                                          unit="bytes")
+    kv_cache_memory: str | None = setting(None, "memory for K and V, such as 4GiB, prefix cache included; by default a "
+                                          "share of free memory, at most what running requests can use", unit="bytes")
     prefix_cache: bool = setting(True, "reuse K and V of prompts that share a prefix")
     eviction_policy: str = setting("lru", "which cached pages go first when memory is short",
                                    choices=_eviction_policies)

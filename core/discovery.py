@@ -5,7 +5,7 @@ Listing imports nothing; loading imports one platform only, so a broken library 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -79,10 +79,11 @@ def load_platform(name: str, options: Mapping[str, str] | None = None) -> Any:
     return candidate(dict(options or {}))
 
 
-def probe_all(options: Mapping[str, str] | None = None) -> dict[str, Manifest | Exception]:
-    """Each platform's manifest, or the exception that says why it cannot be had."""
+def probe_all(options: Mapping[str, str] | None = None,
+              names: Iterable[str] | None = None) -> dict[str, Manifest | Exception]:
+    """Each platform's manifest (or those of `names`), or the exception that says why it cannot be had."""
     result: dict[str, Manifest | Exception] = {}
-    for name in list_platforms():
+    for name in list_platforms() if names is None else names:
         try:
             platform = load_platform(name, options)
             result[name] = platform.probe()
@@ -105,5 +106,9 @@ def choose_platform(options: Mapping[str, str] | None = None) -> tuple[str, str]
         reasons = "; ".join(f"{n}: {probed[n]}" for n in missing)
         return best, "nothing faster can run here" + (f" ({reasons})" if reasons else "")
     others = ", ".join(n for n in good if n != best and good[n].rank > 0)
+    able = [n for n, m in probe_all(None, missing).items() if isinstance(m, Manifest)] if options else []
+    unable = [n for n in missing if n not in able]
+    given = ", ".join(f"{key}={value}" for key, value in (options or {}).items())
     return best, ("the fastest found" + (f", before {others}" if others else "")
-                  + (f"; {', '.join(missing)} cannot run here (isthmus doctor says why)" if missing else ""))
+                  + (f"; {', '.join(able)} cannot take {given}" if able else "")
+                  + (f"; {', '.join(unable)} cannot run here (isthmus doctor says why)" if unable else ""))

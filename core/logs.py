@@ -29,7 +29,7 @@ def set_up_logging(settings: ServerSettings) -> None:
     """Print messages from `settings.log_level` on; with ISTHMUS_DEBUG above 0 at least those of level info."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if settings.log_format == "json" else
-                         logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s", "%H:%M:%S"))
+                         logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s", "%Y-%m-%d %H:%M:%S"))
     level = getattr(logging, settings.log_level.upper())
     logging.basicConfig(handlers=[handler], level=min(level, logging.INFO) if debug_level() else level, force=True)
     if settings.log_format == "json":  # what Python would print by itself
@@ -50,7 +50,8 @@ def announce(text: str, level: int = logging.INFO, stream: TextIO | None = None)
         json_handlers[0].handle(record)
     else:
         stream = stream or sys.stderr
-        print(f"\r{text}" if stream.isatty() else text, file=stream, flush=True)  # on a terminal: over the ^C of Ctrl-C
+        # On a terminal: in place of the ^C of Ctrl-C, or of a line of progress.
+        print(f"\r\x1b[K{text}" if stream.isatty() else text, file=stream, flush=True)
 
 
 def _log_uncaught(*error: Any) -> None:

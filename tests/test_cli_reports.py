@@ -212,7 +212,7 @@ def test_the_banner_fits_and_can_be_pasted(info, key):
 
 def test_the_banner_says_what_it_knows():
     text = banner(INFO, Config(), URL, 3.21, Words())
-    assert "4 requests of that length" in text and "98 MB of weights, 2.50 GB of KV cache for 16000 tokens" in text
+    assert "4 requests of that length" in text and "93 MiB of weights, 2.33 GiB of KV cache for 16000 tokens" in text
     assert "  weights  note 0\n           note 1\n           and 7 more: see" in text
     default = banner(INFO | {"served_name": "smollm2-135m-instruct"}, Config(), URL, 1, Words())
     assert '"model": "smollm2-135m-instruct"' in default, "the default model's name has room"

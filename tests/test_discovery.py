@@ -91,6 +91,20 @@ def test_a_platform_that_cannot_run_here_gives_its_reason(install):
     assert name == "null" and reason == "nothing faster can run here (acme: no Acme driver)"
 
 
+def test_who_lacks_an_option_is_not_said_to_be_unable_to_run(install):
+    install("acme", VENDOR)
+    install("broken", "import no_such_library")
+    install("plain", VENDOR + '''
+    def __init__(self, options):
+        if options:
+            raise ValueError("no options")
+        super().__init__(options)
+''')
+    name, reason = choose_platform({"vocab": "7"})  # null and acme take it
+    assert name == "acme"
+    assert reason == ("the fastest found; plain cannot take vocab=7; broken cannot run here (isthmus doctor says why)")
+
+
 def test_one_name_from_two_sources(install):
     install("null", VENDOR)
     with pytest.raises(RegistrationError, match="platform 'null' is offered by folder and by package isthmus-null: "

@@ -38,9 +38,16 @@ def test_a_share_of_what_is_free():
     assert sizes.max_model_len == 4096 and not notes
 
 
-def test_no_more_than_can_ever_be_used():
-    sizes, _ = fit(free=2**40, max_running_requests=2, max_model_len=100)
+def test_a_share_is_no_more_than_requests_can_fill_and_this_is_said():
+    sizes, notes = fit(free=2**40, max_running_requests=2, max_model_len=100)
     assert sizes.pages == 2 * 7 + 1
+    assert notes == ["K and V take 480.0 KiB, all that 2 requests can fill; --kv-cache-memory gives prefixes more"]
+
+
+def test_memory_that_is_asked_for_is_given_with_room_for_prefixes():
+    sizes, notes = fit(free=100 * MIB, kv_cache_memory="64MiB", max_running_requests=2, max_model_len=100)
+    assert sizes.pages == 64 * MIB // PAGE and not notes
+    assert fit(free=64 * MIB, kv_cache_memory="64MiB")[0].pages == 64 * MIB // PAGE, "all that is free"
 
 
 def test_a_context_that_does_not_fit_is_cut_and_said_so():
@@ -49,8 +56,9 @@ def test_a_context_that_does_not_fit_is_cut_and_said_so():
 
 
 @pytest.mark.parametrize(("free", "settings", "message"), [
-    (100 * MIB, {"kv_cache_memory": "200MiB"}, "K and V would take 200.0 MiB, 100.0 MiB are free"),
-    (100 * MIB, {"kv_cache_memory": "1KiB"}, "hold no more than 0 tokens, too few to serve"),
+    (100 * MIB, {"kv_cache_memory": "200MiB"}, "--kv-cache-memory 200MiB: 100 MiB are free"),
+    (21 * 2**30, {"kv_cache_memory": "100TB"}, "--kv-cache-memory 100TB: 21.00 GiB are free beside the weights"),
+    (100 * MIB, {"kv_cache_memory": "1KiB"}, "--kv-cache-memory 1KiB: 1.0 KiB for K and V hold no more than 0 tokens"),
     (2**40, {"kv_cache_memory": f"{PAGE * 11}B", "max_model_len": 2000}, "--max-model-len 2000 needs 3.9 MiB"),
     (2**40, {"max_model_len": 5000}, "tiny was made for 4096 positions"),
 ])

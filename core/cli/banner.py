@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..config import Config
+from ..config import shown_size as size
 from ..errors import IsthmusError
 from ..version import isthmus_version
-from .progress import size
 
 DTYPES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16", "f64": "float64"}
 WIDTH = 99

