@@ -1,14 +1,14 @@
 """How a step is launched: traced once per size, built lazily, dispatched when the step before it is done.
 
-All of MLX's work happens on the platform's one worker thread, because MLX's streams belong to the thread that made
-them. A launch builds the step's graph while the step before still runs, waits for that one, and dispatches. It waits,
-because MLX writes into the K and V memory in place only when no running step holds it, and copies all of it otherwise.
+A launch builds the step's graph while the step before still runs, waits for that one, and dispatches. It waits, because
+MLX writes into the K and V memory in place only when no running step holds it, and copies all of it otherwise.
 """
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -19,42 +19,10 @@ from .attention import AttentionPlan, Sizes, plan_arrays
 from .ops import Logits, Ops, State, Turns
 from .quant import Device
 from .sampling import Sampled, sample
+from .worker import Line
 
 MAX_TRACES = 256  # of one step; the one that rested longest goes first
 MOVED = ("tokens", "positions", "slots", "logit_rows")  # parts of a batch that a trace reads
-
-
-class Line:
-    """The platform's worker and the step that is in flight. Methods but `call` and `close` are for the worker only."""
-
-    def __init__(self, name: str) -> None:
-        self._worker = ThreadPoolExecutor(1, name)
-        self._flight: Launched | None = None
-
-    def post(self, work: Callable[..., Any], *args: Any) -> Future:
-        return self._worker.submit(work, *args)
-
-    def call(self, work: Callable[..., Any], *args: Any) -> Any:
-        """Run after the steps that were launched before, and wait."""
-        return self.post(self._settled, work, *args).result()
-
-    def settle(self) -> None:
-        """Wait for the step in flight and hand over its result."""
-        flight, self._flight = self._flight, None
-        if flight is not None:
-            flight.finish()
-
-    def dispatch(self, launched: Launched, arrays: list[mx.array]) -> None:
-        self.settle()
-        mx.async_eval(arrays)
-        self._flight = launched
-
-    def close(self) -> None:
-        self._worker.shutdown(wait=True, cancel_futures=True)
-
-    def _settled(self, work: Callable[..., Any], *args: Any) -> Any:
-        self.settle()
-        return work(*args)
 
 
 class Launched:
@@ -106,6 +74,11 @@ class Trace:
         return [values, mx.take(tokens, batch.logit_rows), ops.caches]
 
 
+    def drop(self) -> None:
+        """Let go of the compiled graph, which refers to the trace in turn."""
+        self.call = None
+
+
 class Step:
     """One bucket's step. `compiled` = traces are compiled; otherwise each launch runs `forward` eagerly."""
 
@@ -114,6 +87,7 @@ class Step:
         self.forward, self.weights, self.line, self.turns, self.device = forward, weights, line, turns, device
         self.compiled, self.relieve = compiled, relieve
         self.traces: OrderedDict[Any, Trace] = OrderedDict()
+        line.own(self, partial(_drop, self.traces))
 
     def __call__(self, state: State, batch: Batch) -> tuple[Launched, State]:
         launched = Launched(self.line)
@@ -156,6 +130,12 @@ class Step:
             trace = self.traces[key] = Trace(self.forward, self.weights, sizes, page_size, self.turns, self.device,
                                              self.compiled)
             if len(self.traces) > MAX_TRACES:
-                self.traces.popitem(last=False)
+                self.traces.popitem(last=False)[1].drop()
         self.traces.move_to_end(key)
         return trace
+
+
+def _drop(traces: OrderedDict[Any, Trace]) -> None:
+    for trace in traces.values():
+        trace.drop()
+    traces.clear()

@@ -32,11 +32,12 @@ except ImportError as error:
                       "'mlx[cpu]' on Linux") from error
 
 from .attention import BUCKETS
-from .graph import Line, Step
+from .graph import Step
 from .memory import Budget
 from .moe import ACTIVATIONS
 from .ops import Ops, State, Turns
 from .quant import DTYPES, KEPT, Device, Leaf, load_weight
+from .worker import Line
 
 OPS = ("embed", "linear", "rms_norm", "rope", "attention", "act_mul", "moe", "all_reduce", "sample")
 MEMORY_SHARE = 0.75  # of the working set, unless the option says otherwise
@@ -112,7 +113,6 @@ class Platform:
     def close(self) -> None:
         """Wait for the running step and give cached buffers back; later steps are refused."""
         if self._line is not None:
-            self._line.call(mx.clear_cache)
             self._line.close()
 
     def _claim(self, share: float) -> Manifest:
