@@ -63,6 +63,7 @@ class Platform:
         self.options = dict(options)
         self._mesh: Mesh | None = None
         self._mode = "composed"
+        self._keep = True
 
     def probe(self, rank: int = 0, world: int = 1) -> Manifest:
         check_options("tpu", self.options, tuple(CHOICES))
@@ -76,13 +77,15 @@ class Platform:
         kind = devices[0].platform
         self._mesh = Mesh(np.array(devices[:world]), (RANKS,))
         self._mode = chosen["kernels"] if chosen["kernels"] != "auto" else "mosaic" if kind == "tpu" else "composed"
+        self._keep = kind == "tpu" or chosen["kernels"] != "auto"
         if chosen["compile_cache"] == "on":
             keep_compiled_programs()
         total, free = self.memory()
         dtypes = ("bf16", "f32") if kind == "tpu" else ("f32", "bf16")
         return Manifest(
             name="tpu", device=f"{world} x {devices[0].device_kind}" if world > 1 else devices[0].device_kind,
-            interface=INTERFACE_VERSION, compute_dtypes=dtypes, kv_dtypes=dtypes, formats=KEPT,
+            interface=INTERFACE_VERSION, compute_dtypes=dtypes, kv_dtypes=dtypes,
+            formats=KEPT if self._keep else (),
             page_sizes=PAGE_SIZES[kind], buckets=BUCKETS[kind], memory_total=total, memory_free=free,
             features=frozenset(FEATURES), determinism="T2", rank=20 if kind == "tpu" else 5,
             kv_share=0.85 if kind == "tpu" else 0.25, local_ranks=world,
@@ -100,10 +103,12 @@ class Platform:
         name = case.get("format", "f32")
         if name not in CODECS:
             return f"format {name}: known are {', '.join(CODECS)}"
+        if op == "linear" and name in KEPT and not self._keep:
+            return "a host processor has no kernel for it, and would expand it in every step"
         return None
 
     def load(self, raws: Sequence[RawTensor], spec: WeightSpec, dtype: str) -> Leaf:
-        return load_weight(raws, spec, dtype, self._ready())
+        return load_weight(raws, spec, dtype, self._ready(), self._keep)
 
     def describe(self, weight: Leaf) -> str:
         return str(weight)

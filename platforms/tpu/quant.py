@@ -130,8 +130,11 @@ def precision(dtype: jnp.dtype) -> lax.Precision:
 
 # Loading.
 
-def load_weight(raws: Sequence[RawTensor], spec: WeightSpec, dtype: str, mesh: Mesh) -> Leaf:
-    """The leaf of one weight, its parts stacked along the output axis. Copies: the bytes may go away afterwards."""
+def load_weight(raws: Sequence[RawTensor], spec: WeightSpec, dtype: str, mesh: Mesh, keep: bool = True) -> Leaf:
+    """The leaf of one weight, its parts stacked along the output axis. Copies: the bytes may go away afterwards.
+
+    keep: formats of `KEPT` stay codes.
+    """
     if dtype not in DTYPES:
         raise Unsupported(f"compute dtype {dtype!r}: the tpu platform computes in {' or '.join(DTYPES)}")
     unknown = sorted({raw.dtype for raw in raws} - CODECS.keys())
@@ -144,7 +147,7 @@ def load_weight(raws: Sequence[RawTensor], spec: WeightSpec, dtype: str, mesh: M
             raise Unsupported(f"{spec.names[0]}: an embedding that is cut among ranks")
         return Dense(_place([expand(raw).astype(DTYPES[dtype]) for raw in raws], None, 0, mesh), table=True)
     experts = by_expert(raws, spec) if spec.role == "experts" else [list(raws)]
-    shared = _shared_group(experts[0], spec, mesh.size)
+    shared = _shared_group(experts[0], spec, mesh.size) if keep else None
     if shared:
         return _groups(experts, spec, DTYPES[dtype], mesh, *shared)
     if spec.role == "experts":
