@@ -1,0 +1,58 @@
+"""The mathematics of the models as nodes of a graph."""
+from __future__ import annotations
+
+import numpy as np
+from isthmus.core.platform import AttentionSpec, Batch, MoESpec, RopeSpec
+from openvino import opset15 as opset
+
+from .attention import paged_attention
+from .graph import Tensor, Trace, integers
+from .moe import act_mul, moe
+from .quant import Dense, Experts, Leaf
+
+
+class Ops:
+    """Made for one trace. The state is no part of it: a step hands it to the graph's inputs."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+
+    def batch(self) -> Batch:
+        """What a forward pass reads of a batch; the rest is the host's business."""
+        nothing = Batch(*[None] * len(Batch._fields))
+        return nothing._replace(**{name: self.trace.feed(name, (-1,)) for name in ("tokens", "logit_rows")})
+
+    def embed(self, ids: Tensor, weight: Leaf) -> Tensor:
+        return weight.tensor()[ids]
+
+    def linear(self, x: Tensor, weight: Leaf, bias: Dense | None = None) -> Tensor:
+        out = Tensor(opset.matmul(x.node, weight.tensor().node, False, True))
+        return out if bias is None else out + bias.tensor()
+
+    def rms_norm(self, x: Tensor, weight: Dense, eps: float) -> Tensor:
+        mean = Tensor(opset.reduce_mean((x * x).node, integers(-1), keep_dims=True))
+        return x * Tensor(opset.divide(weight.tensor().node, opset.sqrt((mean + eps).node)))
+
+    def rope(self, x: Tensor, spec: RopeSpec) -> Tensor:
+        half = len(spec.inv_freq)
+        cos, sin = (self.trace.feed(
+            (turn, spec), (-1, 1, half), np.float32, lambda state, arrays, turn=turn: spec.scale * turn(
+                arrays["positions"][:, None, None] * np.array(spec.inv_freq))) for turn in (np.cos, np.sin))
+        first, second = x[:, :, :half], x[:, :, half:]
+        return Tensor(opset.concat([(first * cos - second * sin).node, (second * cos + first * sin).node], -1))
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, layer: int, spec: AttentionSpec) -> Tensor:
+        return paged_attention(self.trace, q, k, v, layer, spec)
+
+    def act_mul(self, gate: Tensor, up: Tensor, kind: str) -> Tensor:
+        return act_mul(gate, up, kind)
+
+    def moe(self, x: Tensor, router_logits: Tensor, w13: Experts, w2: Experts, spec: MoESpec) -> Tensor:
+        return moe(x, router_logits, w13, w2, spec)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return x
+
+    def sample(self, logits: Tensor, softcap: float | None = None) -> Tensor:
+        self.trace.sampled = True
+        return logits if softcap is None else Tensor(opset.tanh((logits * (1 / softcap)).node)) * softcap
