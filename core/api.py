@@ -63,7 +63,7 @@ class TokenLogprobs:
 
 @dataclass(frozen=True)
 class Completion:
-    """One finished output. finish: "stop" or "length"; stop: the stop string or id that ended it.
+    """One finished output. finish: "stop" or "length"; stop: the stop string, or the id, that ended it.
 
     logprobs: of the output tokens, where asked for; prompt_logprobs: of the prompt's, from the second on.
     cached_tokens: prompt tokens found in the cache.
@@ -72,7 +72,7 @@ class Completion:
     text: str
     tokens: list[int]
     finish: str
-    stop: str | None
+    stop: str | int | None
     prompt_tokens: int
     cached_tokens: int
     logprobs: TokenLogprobs | None = None
@@ -192,6 +192,9 @@ class Engine:
                     raise EngineStopped("this engine is closed: make a new one")
                 self._feed(waiting, running)
                 if not any(self._arrived[id] for id in running):
+                    if not self.core.has_work:  # KeyboardInterrupt in the middle of a step, of this or another call
+                        raise RequestError("a step that was interrupted took the rest of this output: ask again",
+                                           status=500, kind="server_error")
                     self._step()
                 for id in [id for id in running if self._arrived[id]]:
                     for output in self._take(id):

@@ -151,14 +151,14 @@ class TextOutput(msgspec.Struct, frozen=True, array_like=True):
     text: complete characters only; the one that a limit or an abort cuts is left out. tokens: packed ids behind it; a
     token that ends inside a stop string is counted.
     finish, logprobs, prompt_*, cached_tokens, error: as in `TokenOutput`. completion_tokens: of all outputs so far.
-    stop_reason: the stop string, or the stop id as text.
+    stop_reason: the stop string as text, or the stop id as a number.
     """
 
     id: str
     text: str
     tokens: bytes
     finish: FinishReason | None = None
-    stop_reason: str | None = None
+    stop_reason: str | int | None = None
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0

@@ -157,7 +157,7 @@ class FakeClient(EngineClient):
         while id in self._streams and self._streams[id]._items:
             await asyncio.sleep(self.delay)
 
-    def _plan(self, submit: Any, prompt: str) -> list[tuple[int, int, str | None, str | None]]:
+    def _plan(self, submit: Any, prompt: str) -> list[tuple[int, int, str | None, str | int | None]]:
         """Per token: id, characters visible after it, finish, stop reason."""
         params = submit.params
         text = self.texts.get(prompt, self.text)
@@ -180,7 +180,7 @@ class FakeClient(EngineClient):
             if ends:
                 return plan
         if len(ids) < params.max_tokens:
-            plan.append((END, length, "stop", str(END)))
+            plan.append((END, length, "stop", END))
         elif plan:
             plan[-1] = (plan[-1][0], len(self._visible[submit.id]), "length", None)
         return plan

@@ -133,7 +133,7 @@ def test_held_back_text_comes_out_at_the_end():
 def test_the_stop_id_is_counted_and_not_spoken_unless_asked_for():
     ended = TokenOutput("a", pack_ids([*b"ab", ord("!")]), "stop", stop_id=ord("!"))
     (hidden,), _, _ = run_state(Watch("a"), [ended])
-    assert (hidden.text, hidden.completion_tokens, hidden.stop_reason) == ("ab", 3, "33")
+    assert (hidden.text, hidden.completion_tokens, hidden.stop_reason) == ("ab", 3, 33)
     (spoken,), _, _ = run_state(Watch("a", include_stop=True), [ended])
     assert spoken.text == "ab!"
 

@@ -218,6 +218,13 @@ def test_stop_cut_with_logprobs(http):
     assert "".join(tokens).startswith("one ") and len(tokens) == len(choice["logprobs"]["text_offset"]) == 7
 
 
+def test_a_stop_string_of_digits_is_not_the_end_token_of_that_number(http):
+    for stop in (["zz"], [str(END)]):
+        choice = answer(http, "hi", max_tokens=400, stop=stop)["choices"][0]
+        assert choice["finish_reason"] == "stop" and "stop_reason" not in choice
+    assert answer(http, "hi", max_tokens=400, stop=[str(END)], stop_token_ids=[END])["choices"][0]["stop_reason"] == END
+
+
 def test_token_ids_of_prompt_and_output(http):
     choice = answer(http, ["ab"], max_tokens=2, return_token_ids=True)["choices"][0]
     assert choice["prompt_token_ids"] == [97, 98] and choice["token_ids"] == list(b"on")

@@ -59,7 +59,8 @@ def test_generate_lists(http):
     assert [v["meta_info"]["id"] for v in good(generate(http, text=["a"], rid="r"))] == ["r-0"]
 
 
-@pytest.mark.parametrize("params,matched", [({"stop": ["two"]}, "two"), ({}, END)])
+@pytest.mark.parametrize("params,matched", [({"stop": ["two"]}, "two"), ({}, END),
+                                            ({"stop": [str(END)]}, END)])
 def test_generate_finish(http, params, matched):
     assert good(generate(http, 100, params, text="a"))["meta_info"]["finish_reason"] == {
         "type": "stop", "matched": matched}

@@ -54,7 +54,7 @@ class _Request:
                 tail, matched = self._flush(whole=output.finish == "stop")
                 text += tail
         self.count += used
-        reason = matched if matched is not None else str(output.stop_id) if ends_by_id else None
+        reason = matched if matched is not None else output.stop_id if ends_by_id else None
         return TextOutput(
             output.id, text, output.tokens if used == len(ids) else pack_ids(ids[:used]),
             finish=output.finish if matched is None else "stop", stop_reason=reason,

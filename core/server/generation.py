@@ -52,7 +52,7 @@ class Choice:
     scored: list[tuple[bytes, Logprobs]] = field(default_factory=list)
     prompt_logprobs: Logprobs | None = None
     finish: str | None = None
-    stop_reason: str | None = None
+    stop_reason: str | int | None = None
     cached: int = 0
     completion: int = 0
     size: int = 0
@@ -76,10 +76,8 @@ class Choice:
 
     def matched(self) -> str | int | None:
         """The request's own stop string or stop id that ended it; None for the model's end or the limit."""
-        params, reason = self.prompt.params, self.stop_reason
-        if reason is None or reason in params.stop:
-            return reason
-        return int(reason) if reason.isdecimal() and int(reason) in params.stop_token_ids else None
+        reason = self.stop_reason
+        return reason if isinstance(reason, str) or reason in self.prompt.params.stop_token_ids else None
 
 
 class Generation:

@@ -138,9 +138,7 @@ class NativeAnswer(GenerationAnswer):
         if choice.finish == "length":
             return {"type": "length", "length": choice.completion}
         if choice.finish == "stop":
-            reason = choice.stop_reason
-            is_id = reason is not None and reason not in choice.prompt.params.stop and reason.isdecimal()
-            return {"type": "stop", "matched": int(reason) if is_id else reason}
+            return {"type": "stop", "matched": choice.stop_reason}
         return None if choice.finish is None else {"type": choice.finish}
 
 
