@@ -22,7 +22,7 @@ class JsonFormatter(logging.Formatter):
             entry["error"] = self.formatException(record.exc_info)
         if hasattr(record, "details"):
             entry["details"] = record.details
-        return json.dumps(entry, ensure_ascii=False)
+        return json.dumps(entry)  # escaped, since standard error may be in any encoding
 
 
 def set_up_logging(settings: ServerSettings) -> None:

@@ -4,14 +4,15 @@ A platform answers questions (its manifest); it never changes a setting. Every c
 """
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from .config import Config, shown_size, size_bytes
 from .discovery import choose_platform, load_platform
-from .errors import ConfigError
+from .errors import CheckpointError, ConfigError
 from .models.config import ModelConfig
 from .models.loader import LoadedModel, load_model, read_config
 from .platform import Manifest
@@ -64,7 +65,7 @@ def load(config: Config, progress: Progress | None = None, platform: Any = None)
     dtype = compute_dtype(config, manifest)
     page_size = choose_page_size(config, manifest)
     path = Path(resolve_model(config.model.model, config.model.revision, tell))
-    with open_checkpoint(path) as checkpoint:
+    with named(path), open_checkpoint(path) as checkpoint:
         # What cannot fit is refused before the weights are read; the real figures count afterwards.
         fit_memory(config, manifest, read_config(checkpoint)[1].per_rank(world), dtype, page_size,
                    max(0, manifest.memory_free - checkpoint.nbytes // world))
@@ -79,6 +80,17 @@ def load(config: Config, progress: Progress | None = None, platform: Any = None)
     if "penalties" not in manifest.features and sampling.pop("repetition_penalty", None):
         notes.append(f"the model's recommended repetition penalty is left out: {manifest.name} has no penalties")
     return Loaded(platform, manifest, reason, path, model, dtype, sizes, overlap, sampling, tuple(notes))
+
+
+@contextmanager
+def named(path: Path) -> Iterator[None]:
+    """A `CheckpointError` from inside names the file or folder."""
+    try:
+        yield
+    except CheckpointError as error:
+        if str(path) in str(error):
+            raise
+        raise CheckpointError(f"{path}: {error}") from error
 
 
 def claim_platform(config: Config, platform: Any = None) -> tuple[Any, Manifest, str]:

@@ -157,6 +157,42 @@ def test_a_warning_for_a_variable_that_is_no_setting(monkeypatch, capsys):
     assert "ISTHMUS_PLATFROM is not a setting; did you mean ISTHMUS_PLATFORM?" in capsys.readouterr().err
 
 
+# ---- encodings
+
+ODD = "é 日本 😀"
+
+
+@pytest.mark.parametrize("encoding, shown", [("ascii", "? ?? ?"), ("latin-1", "é ?? ?"), ("utf-8", ODD)])
+def test_every_command_prints_what_its_encoding_has(encoding, shown):
+    code = ("import importlib, sys\nfrom isthmus.core.cli import main\nfrom isthmus.core.cli.commands import COMMANDS\n"
+            "for command in COMMANDS.values():\n"
+            "    module = importlib.import_module(command.module, 'isthmus.core.cli')\n"
+            f"    module.run = lambda *_: print({ODD!r}) or print({ODD!r}, file=sys.stderr) or 0\n"
+            "    assert main.main([command.name]) == 0\n")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, encoding=encoding,
+                          env={**os.environ, "PYTHONIOENCODING": encoding})
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [shown] * len(COMMANDS)
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_json_is_json_in_every_encoding(encoding, tmp_path):
+    folder = tmp_path / ODD
+    done = subprocess.run([sys.executable, "-m", "isthmus", "doctor", "--json"], capture_output=True, encoding=encoding,
+                          env={**os.environ, "PYTHONIOENCODING": encoding, "ISTHMUS_CACHE": str(folder)})
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["cache"] == str(folder)
+
+
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_input_that_is_no_text_is_refused_in_a_line(tiny, command):
+    done = subprocess.run([sys.executable, "-m", "isthmus", command, "--model", tiny, "--platform", "null"],
+                          input=b"caf\xe9\n", capture_output=True,
+                          env={**os.environ, "PYTHONIOENCODING": "utf-8:strict"})
+    assert done.returncode == 2 and b"Traceback" not in done.stderr
+    assert done.stderr.splitlines()[-1] == b"isthmus: standard input is not a text in utf-8"
+
+
 # ---- models
 
 

@@ -263,7 +263,9 @@ class Canned(BaseHTTPRequestHandler):
         pass
 
     def do_GET(self):
-        if self.path == "/v1/models":
+        if self.server.key and self.headers.get("Authorization") != f"Bearer {self.server.key}":
+            self.answer(401, b'{"error": {"message": "send it as `Authorization: Bearer KEY`"}}')
+        elif self.path == "/v1/models":
             self.answer(200, b'{"data": [{"id": "canned"}]}')
         elif self.path == "/page/v1/models":
             self.answer(200, b"<html>hello</html>")
@@ -312,7 +314,7 @@ class Canned(BaseHTTPRequestHandler):
 @pytest.fixture
 def canned():
     server = ThreadingHTTPServer(("127.0.0.1", 0), Canned)
-    server.seen, server.left, server.tokenize = [], threading.Event(), (404, b"{}")
+    server.seen, server.left, server.tokenize, server.key = [], threading.Event(), (404, b"{}"), None
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield server
     server.shutdown()
@@ -403,6 +405,22 @@ def test_a_model_of_the_settings_is_not_asked_of_a_server(canned, monkeypatch, c
     assert "top_p" not in body
 
 
+@pytest.mark.parametrize("command", [["chat"], ["generate", "hello"]])
+def test_a_key_that_is_missing_or_wrong_is_told_in_flags(canned, command, capsys, monkeypatch):
+    canned.key, url = "k", f"127.0.0.1:{canned.server_port}"
+    monkeypatch.delenv("ISTHMUS_API_KEY", raising=False)
+    assert main([*command, "--url", url]) == 2
+    assert f"isthmus: {url} asks for an API key: give it as --api-key or ISTHMUS_API_KEY\n" in capsys.readouterr().err
+    assert main([*command, "--url", url, "--api-key", "j"]) == 2
+    assert f"isthmus: {url} refuses this API key: give another as --api-key" in capsys.readouterr().err
+
+
+def test_https_against_a_server_without_it_is_told_in_words(canned, capsys):
+    assert main(["generate", "hello", "--url", f"https://127.0.0.1:{canned.server_port}"]) == 2
+    address = f"127.0.0.1:{canned.server_port}"
+    assert capsys.readouterr().err.endswith(f"isthmus: {address} does not speak https: --url http://{address}\n")
+
+
 def test_no_server_and_no_address(capsys):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -472,8 +490,8 @@ def test_a_small_context_takes_the_default_and_refuses_a_wish(tiny):
 def test_a_platform_that_is_no_model_is_warned_about(tiny):
     done = generate(tiny, "hi", "--max-tokens", "2")
     assert "isthmus: warning: null is a test device and no model: its answers are random words" in done.stderr
-    assert platform_warning({"platform": "reference", "platform_rank": 0}).startswith("warning: reference is the slow")
-    assert platform_warning({"platform": "x", "platform_rank": 10}) == ""
+    assert platform_warning("reference", 0).startswith("warning: reference is the slow")
+    assert platform_warning("x", 10) == ""
 
 
 def test_a_base_model_is_continued_by_generate_and_refused_by_chat_before_it_is_loaded(tmp_path):

@@ -6,17 +6,20 @@ import os
 import shlex
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
+from isthmus.core import startup
 from isthmus.core.cli import doctor
 from isthmus.core.cli.banner import banner, base_url, count, example
 from isthmus.core.cli.main import main
+from isthmus.core.cli.serve import open_to_others
 from isthmus.core.cli.settings import resolve
-from isthmus.core.config import Config, ServerSettings
-from isthmus.core.errors import RequestError
+from isthmus.core.config import Config, ModelSettings, PlatformSettings, ServerSettings
+from isthmus.core.errors import CheckpointError, RequestError
 from isthmus.core.platform import Unavailable
 from isthmus.platforms.options import check_options
 
-from .checkpoints import tiny_llama_gguf
+from .checkpoints import tiny_llama_gguf, write_safetensors
 
 
 @pytest.fixture(autouse=True)
@@ -201,7 +204,7 @@ def command_in(text: str) -> list[str]:
 def test_the_banner_fits_and_can_be_pasted(info, key):
     text = banner(info, Config(server=ServerSettings(api_key=key)), URL, 3.21, Words())
     lines = text.splitlines()
-    assert len(lines) <= 12 and max(map(len, lines)) < 100
+    assert len(lines) <= 15 and max(map(len, lines)) < 100
     words = command_in(text)
     assert words[:2] == ["curl", f"{URL}/v1/chat/completions"]
     body = json.loads(words[words.index("-d") + 1])
@@ -220,8 +223,49 @@ def test_the_banner_says_what_it_knows():
     small = banner(INFO | {"pages": 250, "report": []}, Config(), URL, 1, Words())
     assert "; 1 request of that length at once" in small and "weights  " not in small
     assert "1.5 requests" in banner(INFO | {"pages": 375}, Config(), URL, 1, Words())
-    warned = banner(INFO, Config(), URL, 1, Words(), "warning: it is slow")
-    assert "  platform warning: it is slow\n" in warned
+    reason = "nothing faster can run here (" + "acme: no driver for it " * 6 + ")"
+    long = banner(INFO | {"platform_reason": reason}, Config(), URL, 1, Words())
+    told = " ".join(line.strip() for line in long.splitlines()).split("platform ")[1].split(" memory ")[0]
+    assert told == f"cpu: {reason}", "it takes two lines and loses nothing"
+    longer = banner(INFO | {"platform_reason": reason * 3}, Config(), URL, 1, Words())
+    assert " ... (`isthmus doctor` has it all)\n" in longer
+
+
+def test_the_banner_tells_where_else_it_listens_and_how_it_samples():
+    text = banner(INFO | {"sampling_defaults": {"temperature": 0.2, "top_p": 0.9}}, Config(), URL, 1, Words())
+    assert "  sampling temperature 0.2, top_p 0.9 as the model's makers advise, unless a request sets any\n" in text
+    assert "on every address" not in text and "sampling" not in banner(INFO, Config(), URL, 1, Words())
+    for host, address in (("0.0.0.0", "0.0.0.0:8000"), ("::", "[::]:8000")):
+        wide = banner(INFO, Config(server=ServerSettings(host=host)), URL, 1, Words()).splitlines()[0]
+        assert wide.endswith(f"{URL} (on every address, {address})")
+
+
+@pytest.mark.parametrize("host, address, key, warned", [
+    ("0.0.0.0", "0.0.0.0", None, True), ("::", "::", None, True), ("box", "192.168.1.5", None, True),
+    ("0.0.0.0", "0.0.0.0", "k", False), ("127.0.0.1", "127.0.0.1", None, False), ("localhost", "::1", None, False)])
+def test_a_server_that_others_can_use_without_a_key_says_so(host, address, key, warned):
+    told = open_to_others(Config(server=ServerSettings(host=host, api_key=key)), address)
+    assert bool(told) == warned and (not warned or f"--host {host}" in told and "ISTHMUS_API_KEY" in told)
+
+
+def test_explain_warns_of_a_slow_platform_and_tells_the_recommended_sampling(tiny, capsys, monkeypatch):
+    assert main(["explain", tiny, "--platform", "reference"]) == 0
+    text = capsys.readouterr().out
+    assert "(named by the user; warning: reference is the slow oracle" in text and "nothing is recommended" in text
+    monkeypatch.setattr("isthmus.core.weights.sources.recommended_sampling", lambda *_: {"temperature": 0.2})
+    assert main(["explain", tiny, "--platform", "reference", "--kv-cache-memory", "2MiB"]) == 0
+    text = capsys.readouterr().out
+    assert "temperature 0.2  (recommended by the model's makers" in text and "2MiB asked for" in text
+
+
+def test_a_model_of_an_unknown_kind_is_named(tmp_path, capsys):
+    (tmp_path / "odd").mkdir()
+    (tmp_path / "odd" / "config.json").write_text('{"model_type": "odd", "architectures": ["OddModel"]}')
+    write_safetensors(tmp_path / "odd" / "model.safetensors", {"x": np.zeros(2, np.float32)})
+    main(["explain", str(tmp_path / "odd"), "--platform", "reference"])
+    assert f"{tmp_path / 'odd'}: " in capsys.readouterr().out
+    with pytest.raises(CheckpointError, match=f"{tmp_path / 'odd'}: .*odd"):
+        startup.load(Config(model=ModelSettings(str(tmp_path / "odd")), platform=PlatformSettings("null")))
 
 
 @pytest.mark.parametrize("words, context, path, body", [

@@ -102,6 +102,18 @@ def test_a_wrong_file_is_refused_with_the_word_at_fault(tmp_path, text, words):
     assert "\n" not in str(caught.value) and "<unicode string>" not in str(caught.value)
 
 
+def test_all_that_is_wrong_is_told_at_once(tmp_path):
+    with pytest.raises(ConfigError) as caught:
+        file = write(tmp_path / "c.yaml", "port: 1.5\ndtype: fp8\nhost: a")
+        resolve({"page_size": "0"}, {"ISTHMUS_MAX_N": "x"}, file)
+    lines = [line.strip() for line in str(caught.value).splitlines()]
+    assert len(lines) == 4 and "port: 1.5 is not" in lines[0] and "dtype: 'fp8'" in lines[1]
+    assert lines[2].startswith("ISTHMUS_MAX_N: 'x'") and lines[3].startswith("--page-size: 0")
+    with pytest.raises(ConfigError) as caught:
+        resolve({}, {}, write(tmp_path / "d.yaml", "prot: 1\nhots: a\nmax-n: 1\nmax_n: 2"))
+    assert len(str(caught.value).splitlines()) == 3
+
+
 @pytest.mark.parametrize("name, value, words", [
     ("port", "99999", "--port: 99999 is out of range, it must be between 0 and 65535"),
     ("port", "8k", "--port: '8k' is not a whole number"),

@@ -27,6 +27,7 @@ Prompt = str | Sequence[Message]
 
 RESPONSE_TIMEOUT_S = 600
 TOO_LONG = "context_length_exceeded"
+NO_TLS = ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "RECORD_LAYER_FAILURE")  # an SSLError's words for plain HTTP
 NO_TEMPLATE = ("no chat template", "must provide a chat template")  # as servers put it
 
 
@@ -90,7 +91,7 @@ class LocalBackend:
         self.client = make_local_client(self.config, self.text)
         await self.client.start(progress)
         self.name = f"{self.client.info['served_name']} on {self.client.info['platform']}"
-        self.warning = platform_warning(self.client.info)
+        self.warning = platform_warning(self.client.info["platform"], self.client.info.get("platform_rank", 1))
 
     @property
     def can_chat(self) -> bool:
@@ -225,6 +226,8 @@ class RemoteBackend:
         return kind(self.address, timeout=RESPONSE_TIMEOUT_S)
 
     def _unreachable(self, error: Exception) -> RequestError:
+        if getattr(error, "reason", None) in NO_TLS:
+            return RequestError(f"{self.address} does not speak https: --url http://{self.address}", status=502)
         reason = (getattr(error, "strerror", None) or str(error) or type(error).__name__).lower()
         return RequestError(f"no server answers at {self.address} ({reason}): start one with `isthmus serve`, or check "
                             "--url", status=502)
@@ -235,6 +238,10 @@ class RemoteBackend:
             response = connection.getresponse()
         except (OSError, http.client.HTTPException) as error:
             raise self._unreachable(error) from None
+        if response.status == 401:
+            sent = "Authorization" in self.headers
+            raise RequestError(f"{self.address} {'refuses this' if sent else 'asks for an'} API key: give "
+                               f"{'another' if sent else 'it'} as --api-key or ISTHMUS_API_KEY", status=401)
         if response.status != 200:
             text = response.read(100_000).decode(errors="replace")
             known = _error(text)

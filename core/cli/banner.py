@@ -1,8 +1,9 @@
-"""What `isthmus serve` prints when it is ready: at most twelve lines, each under a hundred columns."""
+"""What `isthmus serve` prints when it is ready: at most fifteen lines, each under a hundred columns."""
 from __future__ import annotations
 
 import json
 import shlex
+import textwrap
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,12 +11,15 @@ from ..config import Config
 from ..config import shown_size as size
 from ..errors import IsthmusError
 from ..version import isthmus_version
+from .sampling import shown_options
 
 DTYPES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16", "f64": "float64"}
 WIDTH = 99
 LABEL = 9
 ROOM = WIDTH - 2 - LABEL
 MAX_NOTES = 3
+MAX_REASON = 2  # lines
+EVERYWHERE = {"0.0.0.0": "0.0.0.0", "::": "[::]"}
 HELLO = "Hi"
 
 
@@ -59,29 +63,37 @@ def _cut(text: str, width: int) -> str:
     return text if len(text) <= width else text[:width - 4].rstrip() + " ..."
 
 
-def banner(info: Mapping[str, Any], config: Config, url: str, seconds: float, text: Any, warning: str = "") -> str:
-    """The lines; `info` is the engine's, `seconds` what start-up took, `text` the model's `TextService`, `warning` what
-    must be known about the platform."""
+def listens(config: Config, url: str) -> str:
+    """Where else than at `url` the server listens, or nothing."""
+    wide = EVERYWHERE.get(config.server.host)
+    return f" (on every address, {wide}:{url.rpartition(':')[2]})" if wide else ""
+
+
+def banner(info: Mapping[str, Any], config: Config, url: str, seconds: float, text: Any) -> str:
+    """The lines; `info` is the engine's, `seconds` what start-up took, `text` the model's `TextService`."""
     model, context = info["served_name"], info["max_model_len"]
     tokens = info["page_size"] * info["pages"]
     at_once = min(tokens / context, info["max_running"])
     key = config.server.api_key is not None
+    advice = shown_options(info.get("sampling_defaults", {}))
     notes = list(info["report"])
     if len(notes) > MAX_NOTES:
         notes = [*notes[:MAX_NOTES - 1], f"and {len(notes) - MAX_NOTES + 1} more: see {url}/server_info"]
     rows = [
         ("model", f"{model}, computed in {DTYPES.get(info['dtype'], info['dtype'])}"),
         *((name, note) for name, note in zip(("weights", *[""] * MAX_NOTES), notes, strict=False)),
-        ("platform", warning or f"{info['platform']}: {info['platform_reason']}"),
+        *zip(("platform", *[""] * MAX_REASON), textwrap.wrap(f"{info['platform']}: {info['platform_reason']}", ROOM,
+             max_lines=MAX_REASON, placeholder=" ... (`isthmus doctor` has it all)"), strict=False),
         ("memory", f"{size(info['weight_bytes'])} of weights, {size(info['kv_bytes'])} of KV cache for "
                    f"{count(tokens, 'token')}"),
         ("context", f"{context} tokens; {count(at_once, 'request')} of that length at once, at most "
                     f"{info['max_running']} of any length"),
+        *([("sampling", f"{advice} as the model's makers advise, unless a request sets any")] if advice else []),
     ]
     lines = [f"  {name:{LABEL}}{_cut(value, ROOM)}" for name, value in rows]
     curl = _curl(url, model, key, *example(text, context))
     return "\n".join([
-        f"isthmus {isthmus_version()} is ready after {seconds:.1f} s: {url}", *lines,
+        f"isthmus {isthmus_version()} is ready after {seconds:.1f} s: {url}{listens(config, url)}", *lines,
         *(f"  {name:{LABEL}}{line}" for name, line in zip(("try", *[""] * 3), curl, strict=False)),
         f"  {'clients':{LABEL}}export OPENAI_BASE_URL={url}/v1 OPENAI_API_KEY={'<your key>' if key else 'none'}",
     ])

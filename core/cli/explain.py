@@ -14,7 +14,8 @@ from ..errors import IsthmusError
 from ..platform import Manifest, Unavailable, Unsupported
 from .banner import DTYPES
 from .parser import add_model_argument
-from .session import read_template
+from .sampling import shown_options
+from .session import platform_warning, read_template
 from .settings import SECRET, Resolved, list_settings, shown, value_of
 
 
@@ -79,7 +80,8 @@ def decisions(config: Config) -> tuple[list[tuple[str, str, str]], bool]:
         read_template(config)
         platform, manifest, why = claim_platform(config)
         getattr(platform, "close", lambda: None)()
-        made.append(("platform", manifest.name, why))
+        warning = platform_warning(manifest.name, manifest.rank)
+        made.append(("platform", manifest.name, f"{why}; {warning}" if warning else why))
         dtype = compute_dtype(config, manifest)
         made.append(("dtype", DTYPES.get(dtype, dtype),
                      "asked for" if config.model.dtype != "auto" else f"{manifest.name} computes best in it"))
@@ -94,14 +96,15 @@ def decisions(config: Config) -> tuple[list[tuple[str, str, str]], bool]:
 def _sizes(config: Config, manifest: Manifest, dtype: str, page: int) -> list[tuple[str, str, str]]:
     """What depends on the model, if it is on this machine."""
     from ..models.loader import read_config
-    from ..startup import fit_memory
+    from ..startup import fit_memory, named
     from ..weights.checkpoint import open_checkpoint
-    from ..weights.sources import find_model
+    from ..weights.sources import find_model, recommended_sampling
     path = find_model(config.model.model)
     if path is None:
         return [("model", config.model.model or "the default", "not on this machine yet: `isthmus pull` fetches it")]
-    with open_checkpoint(path) as checkpoint:
+    with named(path), open_checkpoint(path) as checkpoint:
         model, weights = read_config(checkpoint)[1], checkpoint.nbytes
+        sampling = shown_options(recommended_sampling(path, checkpoint.generation))
     sizes, notes = fit_memory(config, manifest, model, dtype, page, max(0, manifest.memory_free - weights))
     asked = config.cache.kv_cache_memory
     budget = f"{asked} asked for" if asked else f"at most {manifest.kv_share:.0%} of free memory"
@@ -111,4 +114,6 @@ def _sizes(config: Config, manifest: Manifest, dtype: str, page: int) -> list[tu
              f"{sizes.pages - 1} pages of {page} tokens in {sizes.state.dtype}; {budget}"),
             ("context", f"{sizes.max_model_len} tokens", "; ".join(notes)),
             ("running requests", f"{sizes.max_running} at most", ""),
-            ("prefill chunk", f"{sizes.chunk} tokens", "")]
+            ("prefill chunk", f"{sizes.chunk} tokens", ""),
+            ("sampling", sampling or "temperature 1", "recommended by the model's makers; holds for requests that set "
+             "nothing of it" if sampling else "nothing is recommended by the model's makers")]

@@ -40,7 +40,10 @@ def _read_prompt(prompt: str | None) -> str:
     if prompt in (None, "-"):
         if sys.stdin.isatty():
             raise ConfigError("a prompt is needed: isthmus generate 'Why is the sky blue?'")
-        prompt = sys.stdin.read()
+        try:
+            prompt = sys.stdin.read()
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"standard input is not a text in {error.encoding}") from None
     if not prompt.strip():
         raise ConfigError("the prompt is empty: isthmus generate 'Why is the sky blue?'")
     return prompt

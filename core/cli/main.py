@@ -11,6 +11,7 @@ from pathlib import Path
 from ..env import debug_level
 from ..errors import ConfigError, IsthmusError
 from ..logs import announce, set_up_logging
+from .encoding import accept_every_character
 from .parser import build_parser, find_command, given_settings, overview
 from .settings import Resolved, check_platform, list_settings, resolve, shown, unknown_variables
 
@@ -19,6 +20,7 @@ USAGE, FAILED, INTERRUPTED = 2, 1, 130
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit code: 0 done, 1 failed, 2 a deliberate error told in one line, 130 interrupted."""
+    accept_every_character()
     try:
         return _run(list(sys.argv[1:] if argv is None else argv))
     except KeyboardInterrupt:
@@ -65,6 +67,7 @@ def _run(argv: list[str]) -> int:
     module = importlib.import_module(command.module, __package__)
     module.add_arguments(parser)
     arguments = parser.parse(argv[1:])
+    accept_every_character(getattr(arguments, "json", False))
     resolved = None
     if command.groups:
         file = Path(arguments.config) if arguments.config else None

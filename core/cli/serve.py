@@ -5,6 +5,7 @@ import argparse
 import asyncio
 import contextlib
 import errno
+import ipaddress
 import json
 import logging
 import signal
@@ -46,6 +47,8 @@ def run(arguments: argparse.Namespace, resolved: Resolved) -> int:
     """Serve until a signal, then drain; 0 after an orderly end, 1 when the engine died."""
     config = resolved.config
     listener = listen(config.server.host, config.server.port)
+    if warning := open_to_others(config, listener.getsockname()[0]):
+        announce(f"isthmus: {warning}", logging.WARNING)
     try:
         import uvloop
         runner = uvloop.run
@@ -67,6 +70,14 @@ def listen(host: str, port: int) -> socket.socket:
             free = _free_port(host, port, family)
             raise ConfigError(f"port {port} is in use on {host}; {free} is free: --port {free}") from None
         raise ConfigError(f"cannot listen on --host {host} --port {port}: {error.strerror or error}") from None
+
+
+def open_to_others(config: Config, address: str) -> str:
+    """A warning when other machines can use the server and no key is asked of them; "" otherwise."""
+    if config.server.api_key is not None or ipaddress.ip_address(address.partition("%")[0]).is_loopback:
+        return ""
+    return (f"warning: no API key is set, and everybody who can reach this machine can use the server (--host "
+            f"{config.server.host}): set ISTHMUS_API_KEY, or listen on 127.0.0.1 only")
 
 
 def _free_port(host: str, port: int, family: int) -> int:
@@ -176,7 +187,9 @@ async def _serve(config: Config, listener: socket.socket) -> int:
         url = base_url(*listener.getsockname()[:2])
         async with app.router.lifespan_context(app):
             gate.app = app
-            announce(banner(client.info, config, url, time.monotonic() - began, text, platform_warning(client.info)))
+            if warning := platform_warning(client.info["platform"], client.info.get("platform_rank", 1)):
+                announce(f"isthmus: {warning}", logging.WARNING)
+            announce(banner(client.info, config, url, time.monotonic() - began, text))
             code = await until_end(client, config.server.drain_timeout, signals)
             await client.close()  # who still waits for the engine is answered now
             http.should_exit = True

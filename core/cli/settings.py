@@ -123,6 +123,7 @@ def read_file(path: Path) -> dict[str, Any]:
     known = list_settings()
     groups = {s.group for s in known.values()}
     found: dict[str, Any] = {}
+    wrong = []
     for key, value in data.items():
         if key in groups and isinstance(value, dict):
             entries = {k: (v, key) for k, v in value.items()}
@@ -133,11 +134,18 @@ def read_file(path: Path) -> dict[str, Any]:
             if plain not in known or group not in (None, known[plain].group):
                 allowed = [n for n, s in known.items() if group in (None, s.group)] + ([] if group else sorted(groups))
                 place = f" in {group}" if group else ""
-                raise ConfigError(f"{path}: there is no setting {str(name)!r}{place}{suggest(plain, allowed)}")
-            if plain in found:
-                raise ConfigError(f"{path}: {plain} is set twice; keep one of the two")
+                wrong.append(f"{path}: there is no setting {str(name)!r}{place}{suggest(plain, allowed)}")
+            elif plain in found:
+                wrong.append(f"{path}: {plain} is set twice; keep one of the two")
             found[plain] = entry
+    _refuse(wrong)
     return found
+
+
+def _refuse(wrong: list[str]) -> None:
+    """Raise a `ConfigError` with all that is wrong, one a line."""
+    if wrong:
+        raise ConfigError("\n         ".join(wrong))
 
 
 def _load_yaml(path: Path) -> dict[Any, Any]:
@@ -200,12 +208,18 @@ def resolve(flags: Mapping[str, Any], environment: Mapping[str, str] | None = No
     sources = ((f"file {file}", read_file(file) if file else {}, lambda s: f"{file}: {s.name}"),
                ("environment", read_environment(environment), lambda s: s.variable),
                ("command line", flags, lambda s: s.flag))
+    wrong = []
     for source, values, label in sources:
         for name, value in values.items():
             setting = known[name]
-            group = replace(getattr(config, setting.group), **{name: check(setting, value, label(setting))})
-            config = replace(config, **{setting.group: group})
+            try:
+                value = check(setting, value, label(setting))
+            except ConfigError as error:
+                wrong.append(str(error))
+                continue
+            config = replace(config, **{setting.group: replace(getattr(config, setting.group), **{name: value})})
             origin[name] = f"{source} {setting.variable}" if source == "environment" else source
+    _refuse(wrong)
     return Resolved(config, origin)
 
 

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any, TextIO
 
 from ..env import cache_dir
+from ..errors import ConfigError
 
 QUOTES = '"""'
 TAB = 8  # columns
@@ -86,7 +87,10 @@ def make_reader() -> Reader:
 
 
 async def _read_pipe(prompt: str) -> str:
-    line = await asyncio.to_thread(sys.stdin.readline)
+    try:
+        line = await asyncio.to_thread(sys.stdin.readline)
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"standard input is not a text in {error.encoding}") from None
     if not line:
         raise EOFError
     return line.rstrip("\n")
