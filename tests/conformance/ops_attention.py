@@ -16,7 +16,7 @@ import numpy as np
 from ..core.plan import Batch, Sampling
 from ..core.platform import AttentionSpec, LayerState, StateSpec
 from .case import random_source
-from .opcase import NMSE, OpCase, Run, Step, normal, table
+from .opcase import NMSE, Entry, OpCase, Run, Step, normal, table
 
 LAYERS = 2
 
@@ -73,6 +73,25 @@ def launch_batch(new: dict[int, int], before: dict[int, int], pages: dict[int, l
                  logit_rows=array([0]), targets=array([-2]), sampling=Sampling())
 
 
+class Inputs:
+    """Queries, keys and values of all launches in three tables, so that one forward with one set of weights serves
+    every launch and is compiled once for each size."""
+
+    def __init__(self) -> None:
+        self._parts: list[tuple[np.ndarray, ...]] = []
+        self._count = 0
+
+    def add(self, batch: Batch, *parts: np.ndarray) -> Batch:
+        """The batch with token numbers that stand for these inputs, which are one for each of its tokens."""
+        first, self._count = self._count, self._count + len(batch.tokens)
+        self._parts.append(parts)
+        return batch._replace(tokens=np.arange(first, self._count, dtype=np.int32))
+
+    def weights(self) -> dict[str, Entry]:
+        return {name: table(np.concatenate(parts)) for name, parts in
+                zip("qkv", zip(*self._parts, strict=True), strict=True)}
+
+
 def attended(q: np.ndarray, keys: np.ndarray, values: np.ndarray, spec: AttentionSpec) -> np.ndarray:
     """One token, the last of its context: q [heads, d], keys and values [context, kv_heads, d]."""
     out = np.zeros_like(q)
@@ -87,10 +106,10 @@ def attended(q: np.ndarray, keys: np.ndarray, values: np.ndarray, spec: Attentio
     return out
 
 
-def attend_forward(launch: int, shape: Shape, specs: list[AttentionSpec]) -> Any:
+def attend_forward(shape: Shape, specs: list[AttentionSpec]) -> Any:
     """All layers read the same inputs, each from its own cache; the sum tells them apart by their spec and weights."""
     def forward(ops: Any, w: Any, batch: Batch) -> Any:
-        q, k, v = (ops.embed(batch.tokens, w[f"{name}{launch}"]).reshape(-1, heads, shape.dim)
+        q, k, v = (ops.embed(batch.tokens, w[name]).reshape(-1, heads, shape.dim)
                    for name, heads in (("q", shape.heads), ("k", shape.kv_heads), ("v", shape.kv_heads)))
         return (ops.attention(q, k, v, 0, specs[0]) - ops.attention(k=v, v=k, q=q, layer=1, spec=specs[1]))
     return forward
@@ -103,7 +122,7 @@ def build(shape: Shape, specs: list[AttentionSpec], dtype: str, padding: tuple[i
     pages, total = page_tables(rng, page)
     keys = {seq: np.zeros((0, shape.kv_heads, shape.dim)) for seq in plan}
     values = dict(keys)
-    weights, steps, before = {}, [], dict.fromkeys(plan, 0)
+    inputs, steps, before, forward = Inputs(), [], dict.fromkeys(plan, 0), attend_forward(shape, specs)
     for launch in range(3):
         new = {seq: plan[seq][launch] for seq in plan}
         hook = None
@@ -122,11 +141,10 @@ def build(shape: Shape, specs: list[AttentionSpec], dtype: str, padding: tuple[i
                                - attended(q[token], values[seq], keys[seq], specs[1]))
         if poison:
             k[real:], v[real:] = np.nan, np.nan  # page 0 is never read by a real row
-        weights |= {f"q{launch}": table(q), f"k{launch}": table(k), f"v{launch}": table(v)}
-        steps.append(Step(attend_forward(launch, shape, specs), batch, expected, real, hook))
+        steps.append(Step(forward, inputs.add(batch, q, k, v), expected, real, hook))
         before = {seq: before[seq] + new[seq] for seq in plan}
     layers = (LayerState(shape.kv_heads, shape.dim),) * LAYERS
-    return Run(weights, steps, StateSpec(layers, dtype, page, len(plan) + 1), 2 * total if move else total)
+    return Run(inputs.weights(), steps, StateSpec(layers, dtype, page, len(plan) + 1), 2 * total if move else total)
 
 
 def case(name: str, shape: Shape, dtype: str, window: int | None = None, softcap: float | None = None,

@@ -22,11 +22,13 @@ class Launcher:
     def __init__(self, platform: Any, dtype: str, run: Run, buckets: Buckets | None = None):
         self.platform, self.run = platform, run
         weights = {name: platform.load(raws, spec, dtype) for name, (raws, spec) in run.weights.items()}
-        self.batches, self.steps = [], []
+        self.batches, self.steps, compiled = [], [], {}
         for step in run.steps:
             batch, bucket = fitted(step.batch, buckets)
+            if (step.forward, bucket) not in compiled:
+                compiled[step.forward, bucket] = platform.compile(step.forward, weights, bucket)
             self.batches.append(batch)
-            self.steps.append(platform.compile(step.forward, weights, bucket))
+            self.steps.append(compiled[step.forward, bucket])
 
     def results(self, at_once: bool = True) -> list[StepResult | np.ndarray]:
         """What each step gives. at_once: launch every step, then collect, as no step may need a look at another."""

@@ -12,8 +12,8 @@ import numpy as np
 from ..core.plan import Batch, Sampling
 from ..core.platform import AttentionSpec, LayerState, StateSpec
 from .case import random_source
-from .opcase import Entry, Run, Step, normal, table
-from .ops_attention import LAYERS, Shape, attend_forward, attended
+from .opcase import Run, Step, normal
+from .ops_attention import LAYERS, Inputs, Shape, attend_forward, attended
 
 Row = tuple[int, Sequence[int], int, int]  # sequence slot, its pages, first position, new tokens
 
@@ -48,7 +48,7 @@ class Memory:
         self.rng = random_source(seed, name)
         self.k, self.v = (np.full((pages, self.page, shape.kv_heads, shape.dim), np.nan) for _ in "kv")
         self.specs = [AttentionSpec(1 / math.sqrt(shape.dim))] * LAYERS
-        self.weights: dict[str, Entry] = {}
+        self.inputs, self.forward = Inputs(), attend_forward(shape, self.specs)
         self.steps: list[Step] = []
         layers = (LayerState(shape.kv_heads, shape.dim),) * LAYERS
         self.state = StateSpec(layers, dtype, self.page, seqs + 1)
@@ -67,8 +67,6 @@ class Memory:
         k[real:], v[real:] = padded, padded
         where = np.divmod(batch.slots[:real], self.page)
         self.k[where], self.v[where] = k[:real], v[:real]
-        number = len(self.steps)
-        self.weights |= {f"q{number}": table(q), f"k{number}": table(k), f"v{number}": table(v)}
         expected = np.zeros((0 if unread else real, shape.heads, shape.dim))
         for token in range(len(expected)):
             pages = batch.pages[batch.rows[token]]
@@ -76,7 +74,8 @@ class Memory:
                             for part in (self.k, self.v))
             expected[token] = (attended(q[token], keys, values, self.specs[0])
                                - attended(q[token], values, keys, self.specs[1]))
-        self.steps.append(Step(attend_forward(number, shape, self.specs), batch, expected, len(expected), self._before))
+        batch = self.inputs.add(batch, q, k, v)
+        self.steps.append(Step(self.forward, batch, expected, len(expected), self._before))
         self._before = None
 
     def fill(self, seq: int, pages: Sequence[int], value: float | None = None) -> None:
@@ -102,4 +101,4 @@ class Memory:
         self._before = call if first is None else lambda platform, state: call(platform, first(platform, state))
 
     def run(self) -> Run:
-        return Run(self.weights, self.steps, self.state, len(self.k))
+        return Run(self.inputs.weights(), self.steps, self.state, len(self.k))
