@@ -6,7 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from isthmus.core.discovery import load_platform
 from isthmus.core.errors import CheckpointError
+from isthmus.core.models.loader import load_model
 from isthmus.core.weights.checkpoint import open_checkpoint
 from isthmus.platforms.expand import expand
 
@@ -63,6 +65,13 @@ def test_quantized_tensors_are_described_as_one_with_their_logical_shape(tmp_pat
         size = sum(checkpoint.tensor(name).data.nbytes + sum(part.data.nbytes for part in checkpoint.tensor(name).extra)
                    for name in values)
         assert checkpoint.nbytes == size
+
+
+def test_progress_counts_scales_and_biases(tmp_path):
+    seen, platform = [], load_platform("reference")
+    with open_checkpoint(written(tmp_path)[0]) as checkpoint:
+        load_model(checkpoint, platform, platform.probe(), "f64", progress=lambda *at: seen.append(at))
+        assert seen[-1] == (checkpoint.nbytes, checkpoint.nbytes)
 
 
 @pytest.mark.parametrize("platform, dtype", [("reference", "f64"), ("cpu", "bf16")])

@@ -34,14 +34,16 @@ KINDS: dict[str, tuple[str, dict]] = {
     "qwen3-moe": ("Qwen3MoeConfig", dict(head_dim=32, **MOE, norm_topk_prob=True, mlp_only_layers=[1])),
     "qwen3-moe-raw": ("Qwen3MoeConfig", dict(head_dim=32, **MOE, norm_topk_prob=False, tie_word_embeddings=True,
                                              use_sliding_window=True, sliding_window=7)),
-    # As GGUF files can describe them.
-    "qwen2-moe-every": ("Qwen2MoeConfig", dict(**MOE, norm_topk_prob=False, shared_expert_intermediate_size=64)),
-    "qwen3-moe-every": ("Qwen3MoeConfig", dict(head_dim=32, **MOE, norm_topk_prob=True)),
     "gemma3": ("Gemma3TextConfig", dict(
         head_dim=32, num_hidden_layers=4, sliding_window=6, query_pre_attn_scalar=24, final_logit_softcapping=20.0,
         layer_types=["sliding_attention", "full_attention"] * 2,
         rope_parameters={"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
                          "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}})),
+}
+# Sparse in every layer, as GGUF files have it.
+GGUF_KINDS: dict[str, tuple[str, dict]] = {
+    "qwen2-moe-every": ("Qwen2MoeConfig", dict(**MOE, norm_topk_prob=False, shared_expert_intermediate_size=64)),
+    "qwen3-moe-every": ("Qwen3MoeConfig", dict(head_dim=32, **MOE, norm_topk_prob=True)),
 }
 
 
@@ -62,7 +64,7 @@ def tiny_model(kind: str) -> Path:
 @functools.cache
 def hf_model(kind: str) -> transformers.PreTrainedModel:
     """The same model in `transformers`, float32. Every weight is random, norms and biases too: nothing cancels out."""
-    class_name, changes = KINDS[kind]
+    class_name, changes = (KINDS | GGUF_KINDS)[kind]
     config = getattr(transformers, class_name)(**BASE | changes)
     model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
     draw = torch.Generator().manual_seed(sum(map(ord, kind)))

@@ -118,7 +118,8 @@ class Int4Groups:
             out = self._expanded_product(x)
         else:
             x = x.contiguous() if self.digits == 1 else torch.cat((x, x), 1)
-            out = _int4_product(x, self.packed, self.group, self.scales)[:, :self.outputs]
+            out = _int4_product(x, self.packed, self.group, self.scales)
+            out = out if out.shape[1] == self.outputs else out[:, :self.outputs]
         return out if bias is None else out + bias
 
     def _expanded_product(self, x: torch.Tensor) -> torch.Tensor:
