@@ -9,7 +9,7 @@ from .case import Case, Context, Needs, Wrong
 from .driver import Driver, Model
 from .opcase import DTYPES
 from .oracle import LOGITS_NMSE, check_greedy, check_logits, placed, right, text
-from .tiny import KINDS, MODEL_FEATURES
+from .tiny import KINDS, MODEL_FEATURES, in_dtypes
 
 Check = Callable[[Context, str, str], None]  # (context, kind, dtype)
 
@@ -145,8 +145,8 @@ CHECKS: dict[str, tuple[Check, tuple[str, ...]]] = {
 
 
 def cases() -> Iterator[Case]:
-    for dtype in DTYPES:
-        for kind in KINDS:
+    for kind in KINDS:
+        for dtype in in_dtypes(kind, DTYPES):
             for name, (check, features) in CHECKS.items():
                 needs = Needs(dtype, features=features + MODEL_FEATURES.get(kind, ()))
                 yield Case(f"model[{kind},{name},{dtype}]", "model", kind, needs,

@@ -8,7 +8,7 @@ from .case import Case, Context, Needs
 from .law_model import Check, batched, greedy, moved, whole
 from .opcase import DTYPES
 from .oracle import LOGITS_NMSE
-from .tiny import KINDS, MODEL_FEATURES
+from .tiny import KINDS, MODEL_FEATURES, in_dtypes
 
 RANKS = 2
 CHECKS: dict[str, Check] = {"whole": whole, "batched": batched, "copied_pages": moved(False),
@@ -35,8 +35,8 @@ def parallel(check: Check, kind: str, dtype: str, context: Context) -> None:
 
 
 def cases() -> Iterator[Case]:
-    for dtype in DTYPES:
-        for kind in KINDS:
+    for kind in KINDS:
+        for dtype in in_dtypes(kind, DTYPES):
             for name, check in CHECKS.items():
                 yield Case(f"parallel[{kind},{name},{dtype}]", "parallel", kind,
                            Needs(dtype, features=MODEL_FEATURES.get(kind, ()), ranks=RANKS),

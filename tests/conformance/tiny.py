@@ -34,8 +34,17 @@ KINDS: dict[str, dict[str, Any]] = {
                "final_logit_softcapping": 20.0, "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True,
                "layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "rope_theta": 1e6,
                "rope_local_base_freq": 1e4},
+    "qwen2_moe": {"model_type": "qwen2_moe", "head_dim": 16, "num_experts": 6, "num_experts_per_tok": 2,
+                  "moe_intermediate_size": 64, "shared_expert_intermediate_size": 32, "norm_topk_prob": False},
+    "qwen3_moe": {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32,
+                  "norm_topk_prob": True, "mlp_only_layers": [0], "tie_word_embeddings": True},
 }
-MODEL_FEATURES = {"gemma3": ("sliding_window",)}
+MODEL_FEATURES = {"gemma3": ("sliding_window",), "qwen2_moe": ("moe",), "qwen3_moe": ("moe",)}
+
+
+def in_dtypes(kind: str, dtypes: tuple[str, ...]) -> tuple[str, ...]:
+    """Those in which the model can be compared: in bf16 rounding chooses other experts, whose output is another."""
+    return tuple(dtype for dtype in dtypes if dtype != "bf16" or "num_experts" not in KINDS[kind])
 
 
 def config_of(kind: str) -> dict[str, Any]:
@@ -56,19 +65,37 @@ def shapes(config: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
         prefix = f"model.layers.{layer}."
         for name, count in rows.items():
             yield f"{prefix}self_attn.{name}_proj.weight", (count, hidden)
-            if kind == "qwen2":
+            if kind in ("qwen2", "qwen2_moe"):
                 yield f"{prefix}self_attn.{name}_proj.bias", (count,)
         yield f"{prefix}self_attn.o_proj.weight", (hidden, rows["q"])
-        if kind in ("qwen3", "gemma3_text"):
+        if kind in ("qwen3", "qwen3_moe", "gemma3_text"):
             yield f"{prefix}self_attn.q_norm.weight", (dim,)
             yield f"{prefix}self_attn.k_norm.weight", (dim,)
-        yield f"{prefix}mlp.gate_proj.weight", (wide, hidden)
-        yield f"{prefix}mlp.up_proj.weight", (wide, hidden)
-        yield f"{prefix}mlp.down_proj.weight", (hidden, wide)
+        if "num_experts" in config and layer not in config.get("mlp_only_layers", ()):
+            yield from expert_shapes(config, f"{prefix}mlp.")
+        else:
+            yield from gated_shapes(f"{prefix}mlp.", hidden, wide)
         yield from ((f"{prefix}{norm}.weight", (hidden,)) for norm in norms)
     yield "model.norm.weight", (hidden,)
     if not config["tie_word_embeddings"]:
         yield "lm_head.weight", (config["vocab_size"], hidden)
+
+
+def gated_shapes(prefix: str, hidden: int, wide: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    yield f"{prefix}gate_proj.weight", (wide, hidden)
+    yield f"{prefix}up_proj.weight", (wide, hidden)
+    yield f"{prefix}down_proj.weight", (hidden, wide)
+
+
+def expert_shapes(config: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """A sparse layer: router, experts one by one, and the shared expert behind its gate where there is one."""
+    hidden, shared = config["hidden_size"], config.get("shared_expert_intermediate_size", 0)
+    yield f"{prefix}gate.weight", (config["num_experts"], hidden)
+    for expert in range(config["num_experts"]):
+        yield from gated_shapes(f"{prefix}experts.{expert}.", hidden, config["moe_intermediate_size"])
+    if shared:
+        yield f"{prefix}shared_expert_gate.weight", (1, hidden)
+        yield from gated_shapes(f"{prefix}shared_expert.", hidden, shared)
 
 
 def weights_of(kind: str, seed: int) -> dict[str, np.ndarray]:
