@@ -1,4 +1,29 @@
 """Errors that core raises on purpose. Every message names the value at fault and the way out."""
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Mapping
+from itertools import islice
+from typing import Any
+
+SHOWN = 100  # characters of a value in a message
+SHORT = reprlib.Repr()
+SHORT.maxlevel, SHORT.maxstring, SHORT.maxother, SHORT.maxlong = 3, SHOWN, SHOWN, SHOWN
+
+
+def shown(value: Any) -> str:
+    """A value for a message: only the beginning of what is long or deep, which is also all that is looked at."""
+    if isinstance(value, Mapping):
+        value = dict(islice(value.items(), SHORT.maxdict + 1))
+    try:
+        return cut(SHORT.repr(value), SHOWN)
+    except ValueError:  # Python itself writes out no more than 4300 digits
+        return "a number of thousands of digits"
+
+
+def cut(text: str, size: int) -> str:
+    """The text, or its first `size` characters and three dots."""
+    return text if len(text) <= size else text[:size] + "..."
 
 
 class IsthmusError(Exception):

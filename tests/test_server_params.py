@@ -1,9 +1,13 @@
 """Which parameters are taken, refused and ignored, and what reaches the engine."""
 from __future__ import annotations
 
+import json
+
 import pytest
+from isthmus.core.errors import RequestError
 from isthmus.core.messages import SamplingParams
 from isthmus.core.scheduler.request import cache_domain
+from isthmus.core.server.errors import MAX_MESSAGE, encode_error
 from isthmus.core.server.validate import nth_seed
 from starlette.testclient import TestClient
 
@@ -68,6 +72,20 @@ def test_out_of_range_is_400_with_the_name(made, http, key, value):
     assert response.status_code == 400 and (error["param"] or "").startswith(key), error
     assert not made.client.submits and len(response.content) < 1000
     assert error["type"] == "invalid_request_error" and isinstance(error["code"], str)
+
+
+@pytest.mark.parametrize("key", ["max_tokens", "min_tokens", "n", "best_of", "top_k", "seed", "priority", "prompt",
+                                 "stop_token_ids", "logprobs"])
+@pytest.mark.parametrize("value", [10**4000, -10**4000, "9" * 10**5, "\\" * 10**5], ids=lambda v: str(v)[:5])
+def test_no_answer_repeats_a_long_value(http, key, value):
+    body = {"prompt": "x", "max_tokens": 1, key: [value] if key in ("prompt", "stop_token_ids") else value}
+    response = http.post("/v1/completions", json=body)
+    assert response.status_code == 400 and len(response.content) < 1000, response.text[:2000]
+
+
+def test_the_envelope_is_short_whatever_the_message():
+    sent = json.loads(encode_error(RequestError("a" * 10**6, param="b" * 10**6)))["error"]
+    assert sent["message"] == "a" * MAX_MESSAGE + "..." and sent["param"] == "b" * MAX_MESSAGE + "..."
 
 
 @pytest.mark.parametrize("key,value", FINE, ids=lambda v: str(v)[:30])

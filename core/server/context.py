@@ -12,8 +12,9 @@ from ..errors import Overloaded, RequestError
 from ..processes.client import STOPPING
 from .limits import Bodies
 from .metrics import Metrics
+from .stream import unless_hung_up
 from .text_service import TextService
-from .threads import Threads
+from .threads import SMALL, Threads
 from .validate import Bounds
 
 T = TypeVar("T")
@@ -22,7 +23,8 @@ T = TypeVar("T")
 class Server:
     """State of one app.
 
-    client: an `EngineClient`. running: id of each HTTP request that generates -> ids of its engine requests.
+    client: an `EngineClient`. running: id of each HTTP request that generates -> ids of its engine requests. warned:
+    ignored fields that the log has told of.
     """
 
     def __init__(self, client: Any, text: TextService, config: Config):
@@ -30,6 +32,7 @@ class Server:
         self.bodies = Bodies(size_bytes(config.server.max_body))
         self.created = int(time.time())
         self.running: dict[str, tuple[str, ...]] = {}
+        self.warned: set[str] = set()
         self.metrics = Metrics()
         self.threads = Threads()
 
@@ -50,10 +53,15 @@ class Server:
         return Bounds(self.info["vocab_size"], self.info["max_model_len"], self.config.server.max_n,
                       self.info.get("sampling_defaults", {}), places)
 
-    async def read(self, request: Request, work: Callable[[bytes], T], always: bool = False) -> T:
-        """What `work` makes of the JSON body, in a thread if that may take long; `always`: for a small body too."""
+    async def read(self, request: Request, work: Callable[[bytes], T], always: bool = False, text: bool = False) -> T:
+        """What `work` makes of the JSON body, in a thread if that may take long; `always`: for a small body too.
+
+        text: it only converts text. Work whose client hangs up before it starts is never done.
+        """
         async with self.bodies.read_json(request) as body:
-            return await self.threads.run(lambda: work(body), len(body), always)
+            if len(body) <= SMALL and not always:
+                return work(body)
+            return await unless_hung_up(request, self.threads.read(lambda: work(body), len(body), text))
 
     def why_not_ready(self) -> str:
         """The reason why no request can be taken now; "" = ready."""

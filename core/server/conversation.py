@@ -3,8 +3,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..errors import RequestError
-from .errors import shown
+from ..errors import RequestError, shown
 from .limits import MAX_TEMPLATE_KWARGS, MAX_TEXT
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")

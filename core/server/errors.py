@@ -3,9 +3,7 @@ from __future__ import annotations
 
 import logging
 import re
-import reprlib
-from collections.abc import Mapping
-from itertools import islice
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 import msgspec
@@ -13,7 +11,7 @@ import pydantic
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from ..errors import EngineDead, EngineStopped, RequestError
+from ..errors import SHOWN, EngineDead, EngineStopped, RequestError, cut, shown
 
 log = logging.getLogger(__name__)
 
@@ -23,9 +21,7 @@ STATUS_CODES = {400: "invalid_request", 401: "invalid_api_key", 404: "not_found"
 ABORTED = "aborted"
 ENGINE_DEAD = "engine_dead"
 STOPPING = "server_stopping"
-SHOWN = 100  # characters of a client's value in a message
-SHORT = reprlib.Repr()
-SHORT.maxlevel, SHORT.maxstring, SHORT.maxother = 3, SHOWN, SHOWN
+MAX_MESSAGE = 2000  # characters; whatever a message repeats of a request, the answer is short
 
 
 class ErrorBody(msgspec.Struct):
@@ -46,14 +42,6 @@ def field_path(loc: tuple[Any, ...]) -> str:
         else:
             path += f".{part[:SHOWN]}" if path else part[:SHOWN]
     return path
-
-
-def shown(value: Any) -> str:
-    """A value for a message: only the beginning of what is long or deep, which is also all that is looked at."""
-    if isinstance(value, dict):
-        value = dict(islice(value.items(), SHORT.maxdict + 1))
-    text = SHORT.repr(value)
-    return text if len(text) <= SHOWN else text[:SHOWN] + "..."
 
 
 def complaint(fault: Mapping[str, Any]) -> str:
@@ -93,9 +81,20 @@ def as_request_error(error: Exception) -> RequestError:
                         code="internal_error", kind="server_error")
 
 
+def leave(scope: MutableMapping[str, Any], error: RequestError) -> None:
+    """Leave an error in the state of a request."""
+    scope.setdefault("state", {})["error"] = error
+
+
 def error_body(error: RequestError) -> ErrorBody:
     """The envelope's inner object."""
-    return ErrorBody(error.message, error.kind, error.param, error.code or STATUS_CODES.get(error.status))
+    return ErrorBody(cut(error.message, MAX_MESSAGE), error.kind, error.param and cut(error.param, MAX_MESSAGE),
+                     error_code(error))
+
+
+def error_code(error: RequestError) -> str | None:
+    """OpenAI's word for the error."""
+    return error.code or STATUS_CODES.get(error.status)
 
 
 def encode_error(error: RequestError) -> bytes:
@@ -117,7 +116,9 @@ def error_headers(error: RequestError) -> dict[str, str]:
     return headers
 
 
-def error_response(error: Exception, headers: Mapping[str, str] | None = None) -> Response:
-    """The HTTP answer to an exception."""
+def error_response(error: Exception, scope: MutableMapping[str, Any],
+                   headers: Mapping[str, str] | None = None) -> Response:
+    """The HTTP answer to an exception, which is left in the request's state for the log."""
     known = as_request_error(error)
+    leave(scope, known)
     return Response(encode_error(known), known.status, {**error_headers(known), **(headers or {})}, "application/json")

@@ -24,7 +24,7 @@ MAX_STOP_IDS = 1024        # stop_token_ids of a request
 MAX_BIAS = 1024            # logit_bias entries of a request
 MAX_TEMPLATE_KWARGS = 32   # chat_template_kwargs of a request
 MAX_TEXT = 1024            # characters of a short free text: cache_salt, rid, a template argument
-MAX_TOKENIZE = 2**22       # characters of a text for /tokenize
+MAX_TOKENIZE = 2**20       # characters of a text for /tokenize
 
 _STEPS = np.zeros(256, np.int8)  # what a character does to the depth of a JSON text
 _STEPS[list(b"[{")], _STEPS[list(b"]}")] = 1, -1

@@ -101,7 +101,7 @@ class NativeAnswer(GenerationAnswer):
     """The native response, or its events: each holds a whole answer so far, as this API's clients expect."""
 
     def __init__(self, server: Server, asked: GenerateRequest, generation: Generation):
-        super().__init__(server, generation, asked.stream)
+        super().__init__(server, generation, asked)
         self.started = time.perf_counter()
         self.many = isinstance(asked.text, list) or generation.n > 1 or len(generation.prompts) > 1
         self.choices = [NativeChoice(server.text, asked, choice.prompt) for choice in generation.choices]
@@ -145,7 +145,7 @@ class NativeAnswer(GenerationAnswer):
 async def tokenize(server: Server, request: Request) -> Response:
     """Ids of a text or of a conversation under the chat template."""
     return await server.read(request, lambda body: json_response(tokenized(server, read(TokenizeRequest, body))),
-                             always=True)
+                             always=True, text=True)
 
 
 def tokenized(server: Server, asked: TokenizeRequest) -> dict[str, Any]:
@@ -177,7 +177,8 @@ def check_characters(size: int, param: str) -> None:
 async def detokenize(server: Server, request: Request) -> Response:
     """Text of token ids, under both names that clients look for."""
     server.require_ready()
-    return await server.read(request, lambda body: json_response(detokenized(server, read(DetokenizeRequest, body))))
+    return await server.read(request, lambda body: json_response(detokenized(server, read(DetokenizeRequest, body))),
+                             text=True)
 
 
 def detokenized(server: Server, asked: DetokenizeRequest) -> dict[str, str]:

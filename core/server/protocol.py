@@ -1,4 +1,5 @@
-"""Request bodies as clients send them. Unknown fields are ignored; known ones that cannot be honoured are refused.
+"""Request bodies as clients send them. Unknown fields are ignored, and known ones that cannot be honoured are refused.
+Of unknown ones that look like a field the client is told (`Body.ignored`).
 
 Both dialects of the field are understood: OpenAI's with the common extensions of vLLM, and SGLang's names.
 Sources: OpenAI's OpenAPI description; `max_new_tokens` and its like from SGLang's native API.
@@ -7,9 +8,19 @@ from __future__ import annotations
 
 from typing import Annotated, Any, TypeVar
 
-from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AliasChoices,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    ValidationError,
+    model_validator,
+)
 
 from ..errors import RequestError
+from ..suggest import closest
 from .errors import validation_error
 from .limits import MAX_BIAS, MAX_STOP_CHARS, MAX_STOP_IDS, MAX_STOPS, MAX_TEXT, parse_object
 
@@ -29,6 +40,7 @@ def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
+Count = Annotated[int, Field(ge=0, lt=INT64)]  # a message can repeat it
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 ShortText = Annotated[str, Field(max_length=MAX_TEXT)]
 
@@ -37,6 +49,12 @@ class Body(BaseModel):
     """No coercion between types: "0.5" is not a number and true is not 1. null is the same as an absent field."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
+    _ignored: dict[str, str] = PrivateAttr(default_factory=dict)
+
+    @property
+    def ignored(self) -> dict[str, str]:
+        """Fields that were sent and are none -> what was probably meant."""
+        return self._ignored
 
     @model_validator(mode="before")
     @classmethod
@@ -61,9 +79,34 @@ def read(model: type[AnyBody], data: bytes) -> AnyBody:
     if isinstance(fields.get("sampling_params"), dict):
         refuse_unsupported(fields["sampling_params"])
     try:
-        return model.model_validate(fields)
+        body = model.model_validate(fields)
     except ValidationError as error:
         raise validation_error(error) from None
+    body._ignored = lookalikes(fields, model)
+    return body
+
+
+# Of other APIs; what is spelled alike is found without them.
+FOREIGN = {"repeat_penalty": "repetition_penalty", "num_predict": "max_tokens", "n_predict": "max_tokens",
+           "max_length": "max_tokens", "stop_sequences": "stop", "random_seed": "seed"}
+MAX_UNKNOWN = 32  # unknown fields that are looked at
+
+
+def lookalikes(fields: dict[str, Any], model: type[Body]) -> dict[str, str]:
+    """Unknown fields that look like one of the model's or like a sampling parameter -> that one."""
+    known, found = spellings(model), {}
+    inner = fields.get("sampling_params") if "sampling_params" in known else None
+    plain = {word.replace("_", ""): word for word in (*known, *spellings(SamplingFields))}
+    unknown = [name for name in fields if name not in known and name not in REFUSED and fields[name] is not None]
+    for name in unknown[:MAX_UNKNOWN]:
+        word = closest(name.replace("_", "").replace("-", ""), plain, 0.8) if len(name) < 40 else None
+        meant = FOREIGN.get(name) or (word and plain[word])
+        if meant:
+            found[name] = meant if meant in known else f"sampling_params.{meant}" if "sampling_params" in known else ""
+    if isinstance(inner, dict):
+        found |= {f"sampling_params.{name}": f"sampling_params.{meant}"
+                  for name, meant in lookalikes(inner, SamplingFields).items()}
+    return {name: meant for name, meant in found.items() if meant}
 
 
 class StreamOptions(Body):
@@ -76,12 +119,12 @@ class StreamOptions(Body):
 class SamplingFields(Body):
     """How to sample; None = the default. Ranges are OpenAI's where OpenAI has the field."""
 
-    max_tokens: int | None = Field(None, ge=0, validation_alias=AliasChoices(
+    max_tokens: Count | None = Field(None, validation_alias=AliasChoices(
         "max_completion_tokens", "max_tokens", "max_new_tokens"))
-    min_tokens: int | None = Field(None, ge=0, validation_alias=AliasChoices("min_tokens", "min_new_tokens"))
+    min_tokens: Count | None = Field(None, validation_alias=AliasChoices("min_tokens", "min_new_tokens"))
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, ge=0, le=1)
-    top_k: int | None = Field(None, ge=-1)
+    top_k: int | None = Field(None, ge=-1, lt=INT64)
     min_p: float | None = Field(None, ge=0, le=1)
     seed: int | None = Field(None, ge=-INT64, lt=INT64, validation_alias=AliasChoices("seed", "sampling_seed"))
     repetition_penalty: float | None = Field(None, ge=0.01, le=10)
@@ -94,7 +137,7 @@ class SamplingFields(Body):
         "include_stop_str_in_output", "no_stop_trim"))
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
-    n: int | None = Field(None, ge=1)
+    n: Count | None = Field(None, ge=1)
 
 
 class RequestFields(SamplingFields):
@@ -125,7 +168,7 @@ class CompletionRequest(RequestFields):
     prompt: Any = None
     echo: bool | None = None
     logprobs: int | None = Field(None, ge=0, le=20)
-    best_of: int | None = None
+    best_of: Count | None = None
     add_special_tokens: bool | None = None
 
 

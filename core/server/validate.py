@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import RequestError
+from ..errors import RequestError, shown
 from ..messages import SamplingParams
-from .errors import shown
 from .protocol import INT64, SamplingFields
 
 COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
@@ -42,7 +41,7 @@ def check_ids(ids: Any, bounds: Bounds, param: str) -> np.ndarray:
         raise invalid(param, f"must hold integers only; got {shown(bad)}")
     if min(ids) < 0 or max(ids) >= bounds.vocab_size:
         bad = next(id for id in ids if not 0 <= id < bounds.vocab_size)
-        raise invalid(param, f"holds token id {bad}; this model has the ids 0 to {bounds.vocab_size - 1}")
+        raise invalid(param, f"holds token id {shown(bad)}; this model has the ids 0 to {bounds.vocab_size - 1}")
     return np.array(ids, np.int32)
 
 
