@@ -13,11 +13,13 @@ from .env import debug_level
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line."""
+    """One JSON object a line. A record's `fields` are fields of it, and its `what` the message without them."""
 
     def format(self, record: logging.LogRecord) -> str:
         entry = {"time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{record.msecs:03.0f}Z",
-                 "level": record.levelname.lower(), "logger": record.name, "message": record.getMessage()}
+                 "level": record.levelname.lower(), "logger": record.name,
+                 "message": getattr(record, "what", None) or record.getMessage(),
+                 **getattr(record, "fields", {})}
         if record.exc_info:
             entry["error"] = self.formatException(record.exc_info)
         if hasattr(record, "details"):

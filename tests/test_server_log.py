@@ -7,7 +7,9 @@ import logging
 import re
 
 import pytest
-from isthmus.core.server.protocol import ChatRequest, SamplingFields
+from isthmus.core.errors import Overloaded
+from isthmus.core.logs import JsonFormatter
+from isthmus.core.server.protocol import ChatRequest, SamplingFields, lookalikes
 from isthmus.core.server.request_log import log_request
 from starlette.testclient import TestClient
 
@@ -58,7 +60,8 @@ def test_what_is_refused_or_left_is_logged_as_such(lines):
         http.post(CHAT, json={"messages": []})
         http.post("/no%0Asuch%20place", json={}, headers={"x-api-key": "k"})
     assert [re.sub(r" time=.*", "", line) for line in lines()] == [
-        f"POST {CHAT} 400", f"POST {CHAT} 401", "POST /no\\nsuch%20place 404"]
+        f"POST {CHAT} 400 code=invalid_value param=messages", f"POST {CHAT} 401 code=invalid_api_key",
+        "POST /no\\nsuch%20place 404 code=not_found"]
     made = make_app()
     made.client.hold = 2
     body = json.dumps({"prompt": "x", "stream": True}).encode()
@@ -67,6 +70,63 @@ def test_what_is_refused_or_left_is_logged_as_such(lines):
     body = json.dumps({"prompt": "x"}).encode()
     asyncio.run(drive(made.app, "/v1/completions", body, lambda sent: True))
     assert lines()[-1].startswith("POST /v1/completions 499 ")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_line_says_why_a_request_failed_and_not_what_it_held(stream, lines):
+    made = make_app()
+    with TestClient(made.app) as http:
+        http.post(CHAT, json={"messages": [{"role": "user", "content": SECRET}], "max_tokens": 9999, "stream": stream})
+        http.post(CHAT, json={"messages": [{"role": SECRET, "content": "x"}]})
+        made.client.refuse = Overloaded("12 requests are waiting for a place, the limit is 12")
+        http.post("/v1/completions", json={"prompt": SECRET, "stream": stream})
+        made.client.refuse, made.client.die_after = None, 2
+        http.post("/v1/completions", json={"prompt": SECRET, "stream": stream})
+    found = lines()
+    assert not any("launch" in line or "0000" in line for line in found)
+    assert [(line.split()[2], fields(line).get("code"), fields(line).get("param")) for line in found] == [
+        ("400", "context_length_exceeded", "messages"), ("400", fields(found[1])["code"], "messages[0].role"),
+        ("429", "overloaded", None), ("200" if stream else "503", "engine_dead", None)]
+
+
+def test_json_has_the_numbers_as_fields(caplog):
+    caplog.set_level(logging.INFO, logger="isthmus.request")
+    with TestClient(make_app().app) as http:
+        http.post("/v1/completions", json={"prompt": SECRET, "max_tokens": 3}, headers={"x-request-id": "mine"})
+        http.post("/v1/completions", json={"prompt": SECRET, "n": 0})
+    good, bad = (json.loads(JsonFormatter().format(r)) for r in caplog.records if r.name == "isthmus.request")
+    assert good["message"] == "POST /v1/completions 200" and good["time"].endswith("Z")
+    assert (good["method"], good["path"], good["status"], good["request"]) == ("POST", "/v1/completions", 200, "mine")
+    assert (good["output"], good["prompt"], good["finish"]) == (3, len(SECRET), "length")
+    assert isinstance(good["ttft"], float) and isinstance(good["seconds"], float)
+    assert (bad["status"], bad["code"], bad["param"]) == (400, "invalid_value", "n")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path, body, ignored", [
+    (CHAT, {"messages": [{"role": "user", "content": "x"}], "topk": 1, "user": "u", "foo": 1}, "topk"),
+    ("/v1/completions", {"prompt": "x", "temprature": 0, "repeat_penalty": 2, "store": True},
+     "temprature,repeat_penalty"),
+    ("/v1/completions", {"prompt": "x", "top_logprobs": 2, "top_p": 0.5, "max_new_tokens": 2}, "top_logprobs"),
+    ("/generate", {"text": "x", "temperature": 0, "sampling_params": {"max_new_token": 2, "top-k": 1}},
+     "temperature,sampling_params.max_new_token,sampling_params.top-k"),
+    ("/generate", {"text": "x", "sampling_params": {"max_new_tokens": 2}}, None)])
+def test_a_field_that_is_probably_mistyped_is_told(path, body, ignored, stream, lines, caplog):
+    with TestClient(make_app().app) as http:
+        answers = [http.post(path, json={**body, "stream": stream}) for _ in range(2)]
+    assert all(a.status_code == 200 and a.headers.get("x-isthmus-ignored") == ignored for a in answers)
+    told = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert len(told) == (ignored.count(",") + 1 if ignored else 0), "once a field"
+    assert fields([line for line in lines() if line.startswith("POST")][0]).get("ignored") == ignored
+
+
+@pytest.mark.parametrize("word, meant", [("topk", "top_k"), ("top-p", "top_p"), ("maxTokens", "max_tokens"),
+                                         ("temp", None), ("user", None), ("metadata", None), ("service_tier", None),
+                                         ("parallel_tool_calls", None), ("prompt_cache_key", None), ("store", None),
+                                         ("reasoning_effort", None), ("verbosity", None), ("safety_identifier", None)])
+def test_fields_that_are_no_mistakes_are_not_taken_for_some(word, meant):
+    assert lookalikes({word: 1}, ChatRequest).get(word) == meant
+    assert len(lookalikes({f"top_k{i}": 1 for i in range(10_000)}, ChatRequest)) <= 32
 
 
 def test_an_id_of_the_client_cannot_forge_a_line(lines):

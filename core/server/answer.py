@@ -18,14 +18,18 @@ from ..messages import TextOutput
 from ..processes.backlog import output_size
 from .context import Server
 from .generation import Choice, Generation
+from .protocol import GenerateRequest, RequestFields
+from .request_log import log, plain
 from .stream import EventStream, json_response, unless_hung_up
+
+MAX_WARNED = 1000  # different fields
 
 
 class GenerationAnswer(ABC):
-    """Turns the outputs of a generation into the response or its events. stream: the client wants events."""
+    """Turns the outputs of a generation into the response or its events."""
 
-    def __init__(self, server: Server, generation: Generation, stream: bool | None):
-        self.server, self.generation, self.stream = server, generation, bool(stream)
+    def __init__(self, server: Server, generation: Generation, asked: RequestFields | GenerateRequest):
+        self.server, self.generation, self.asked = server, generation, asked
 
     @abstractmethod
     def whole(self, choices: list[Choice]) -> Any:
@@ -61,7 +65,22 @@ async def respond(server: Server, request: Request, start: Callable[[Server, byt
     server.require_ready()
     answer = await server.read(request, partial(start, server), in_thread)
     request.state.generation = answer.generation
-    if answer.stream:
-        return EventStream(answer.events(), server.config.server.sse_ping)
+    headers = tell_ignored(server, request, answer.asked.ignored)
+    if answer.asked.stream:
+        return EventStream(answer.events(), server.config.server.sse_ping, headers)
     choices = await unless_hung_up(request, answer.generation.collect())
-    return await server.threads.run(lambda: json_response(answer.whole(choices)), sum(c.size for c in choices))
+    response = await server.threads.run(lambda: json_response(answer.whole(choices)), sum(c.size for c in choices))
+    response.headers.update(headers)
+    return response
+
+
+def tell_ignored(server: Server, request: Request, ignored: dict[str, str]) -> dict[str, str]:
+    """A header that names fields which were probably mistyped; the log has them too, and a warning the first time."""
+    if not ignored:
+        return {}
+    request.state.ignored = tuple(ignored)
+    for name in ignored.keys() - server.warned if len(server.warned) < MAX_WARNED else ():
+        server.warned.add(name)
+        log.warning("%s: the unknown field %s is ignored; did the client mean %s?", request.url.path, plain(name),
+                    ignored[name])
+    return {"x-isthmus-ignored": plain(",".join(ignored))}

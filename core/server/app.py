@@ -57,7 +57,7 @@ def guarded(server: Server, handler: Handler) -> Callable[[Request], Awaitable[R
         except ClientDisconnect:
             return Response(status_code=CLIENT_GONE)
         except Exception as error:  # an error in one request is that request's
-            return error_response(error)
+            return error_response(error, request.scope)
 
     return endpoint
 
@@ -67,7 +67,7 @@ async def no_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     what = f"{request.method} {request.url.path}"[:200]
     known = RequestError(f"there is no {what}; GET / lists what there is", status=error.status_code)
-    return error_response(known, error.headers)
+    return error_response(known, request.scope, error.headers)
 
 
 def create_app(client: Any, text: TextService, config: Config) -> Starlette:

@@ -60,8 +60,7 @@ class ChatAnswer(GenerationAnswer):
     """A chat completion, or its chunks: role, text, one finish per choice and, if asked for, the usage."""
 
     def __init__(self, server: Server, asked: ChatRequest, generation: Generation):
-        super().__init__(server, generation, asked.stream)
-        self.asked = asked
+        super().__init__(server, generation, asked)
         self.created = int(time.time())
         self._begun: set[int] = set()
 

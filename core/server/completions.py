@@ -71,8 +71,7 @@ class CompletionAnswer(GenerationAnswer):
     """A completion, or its chunks: text, in each choice's last one its finish, and then, if asked for, the usage."""
 
     def __init__(self, server: Server, asked: CompletionRequest, generation: Generation):
-        super().__init__(server, generation, asked.stream)
-        self.asked = asked
+        super().__init__(server, generation, asked)
         self._begun: set[int] = set()
         self.created = int(time.time())
         self.shapes = [LegacyShape(server.text, choice.prompt.params.skip_special) for choice in generation.choices]

@@ -66,7 +66,7 @@ class Gate:
             await send(message)
 
         error = self._refusal(scope)
-        app = self.app if error is None else error_response(error)
+        app = self.app if error is None else error_response(error, scope)
         try:
             await app(scope, receive, send_with_id)
         finally:

@@ -3,8 +3,11 @@ from __future__ import annotations
 
 import logging
 import time
+from typing import Any
 
 from starlette.types import Scope
+
+from .errors import error_code
 
 log = logging.getLogger("isthmus.request")
 
@@ -15,25 +18,40 @@ MAX_WORD = 200   # characters of a path or id that the client chose
 def log_request(scope: Scope, request_id: str, status: int | None, began: float) -> None:
     """Log a request that has ended: at level info when it was a POST, else (probes, metrics, pages) at level debug.
 
-    began: when it arrived, by `time.perf_counter`. An endpoint that generates leaves its `Generation` in the state.
+    began: when it arrived, by `time.perf_counter`. An endpoint that generates leaves its `Generation` in the state, one
+    that fails its `RequestError`, of which only code and param are told: the message may quote the request.
     """
     level = logging.INFO if scope["method"] == "POST" else logging.DEBUG
     if not log.isEnabledFor(level):
         return
-    now = time.perf_counter()
-    words = [f"{scope['method']} {_plain(scope['path'])} {status or GONE}"]
-    generation = scope.get("state", {}).get("generation")
-    if generation is not None:
+    now, state = time.perf_counter(), scope.get("state", {})
+    what = f"{scope['method']} {plain(scope['path'])} {status or GONE}"
+    fields: dict[str, Any] = {}
+    if (generation := state.get("generation")) is not None:
         usage = generation.usage()
-        finish = ",".join(sorted({choice.finish or "unfinished" for choice in generation.choices}))
-        words.append(f"id={_plain(generation.id)} finish={finish} prompt={usage.prompt_tokens} "
-                     f"cached={usage.prompt_tokens_details.cached_tokens} output={usage.completion_tokens}")
+        fields = {"id": plain(generation.id),
+                  "finish": ",".join(sorted({choice.finish or "unfinished" for choice in generation.choices})),
+                  "prompt": usage.prompt_tokens, "cached": usage.prompt_tokens_details.cached_tokens,
+                  "output": usage.completion_tokens}
         if generation.first is not None:
-            words.append(f"ttft={generation.first - began:.3f}s")
-    words.append(f"time={now - began:.3f}s request={request_id}")
-    log.log(level, "%s", " ".join(words))
+            fields["ttft"] = Seconds(round(generation.first - began, 6))
+    if (error := state.get("error")) is not None:
+        fields |= {"code": error_code(error), **({"param": plain(error.param)} if error.param else {})}
+    if ignored := state.get("ignored"):
+        fields["ignored"] = plain(",".join(ignored))
+    fields |= {"seconds": Seconds(round(now - began, 6)), "request": request_id}
+    words = " ".join(f"{'time' if name == 'seconds' else name}={value}" for name, value in fields.items())
+    log.log(level, "%s %s", what, words, extra={"what": what, "fields": {
+        "method": scope["method"], "path": plain(scope["path"]), "status": status or GONE, **fields}})
 
 
-def _plain(text: str) -> str:
+class Seconds(float):
+    """Shown as "0.125s"."""
+
+    def __str__(self) -> str:
+        return f"{self:.3f}s"
+
+
+def plain(text: str) -> str:
     """What a client chose, on one line and without blanks."""
     return text[:MAX_WORD].encode("unicode_escape").decode().replace(" ", "%20")

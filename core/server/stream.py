@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -12,7 +12,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from .errors import as_request_error, encode_error, error_response
+from .errors import as_request_error, encode_error, error_response, leave
 
 T = TypeVar("T")
 
@@ -80,11 +80,12 @@ class EventStream(Response):
 
     The status line waits for the first event or, in a long prefill, for the first keep-alive comment, so that an error
     known by then has its own status. A later error becomes a last event with the envelope. `ping`: seconds of silence
-    before a keep-alive comment, 0 = never.
+    before a keep-alive comment, 0 = never. `headers`: more than every stream has.
     """
 
-    def __init__(self, events: AsyncIterator[bytes], ping: float):
+    def __init__(self, events: AsyncIterator[bytes], ping: float, headers: Mapping[str, str]):
         self.events, self.ping = events, ping
+        self._head = [*HEADERS, *((name.encode(), value.encode("latin-1")) for name, value in headers.items())]
         self.status_code, self.background = 200, None
         self._started = self._ended = False
         self._last = time.monotonic()
@@ -108,10 +109,11 @@ class EventStream(Response):
             await self._emit(send, DONE)
         except Exception as error:  # whatever it is, the client gets an envelope
             known = as_request_error(error)
+            leave(scope, known)
             async with self._lock:
                 self._ended = True
                 if not self._started:
-                    await error_response(known)(scope, receive, send)
+                    await error_response(known, scope)(scope, receive, send)
                     return
             await self._emit(send, b"data: " + encode_error(known) + b"\n\n")
         self._ended = True
@@ -122,7 +124,7 @@ class EventStream(Response):
         async with self._lock:
             if not self._started:
                 self._started = True
-                await send({"type": "http.response.start", "status": 200, "headers": list(HEADERS)})
+                await send({"type": "http.response.start", "status": 200, "headers": self._head})
             self._last = time.monotonic()
             await send({"type": "http.response.body", "body": data, "more_body": True})
 
