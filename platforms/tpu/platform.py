@@ -50,6 +50,7 @@ CHOICES = {"backend": ("auto", "tpu", "cpu"), "kernels": ("auto", "mosaic", "int
 # Few sizes: each that is met is compiled. The largest number of tokens is a chunk beside a full batch of decode rows.
 BUCKETS = {"tpu": Buckets(tokens=(16, 64, 256, 640), rows=(16, 128), pages=(64, 1024, 16384)),
            "cpu": Buckets(tokens=(8, 64, 576), rows=(8, 64), pages=(64, 1024, 16384))}
+HOST_DEVICES = 8  # that a host processor counts as: ranks to try tensor parallelism with
 PAGE_SIZES = {"tpu": (32, 16, 64, 128, 1, 4, 8), "cpu": (16, 1, 4, 8, 32, 64, 128)}
 
 
@@ -90,7 +91,7 @@ class Platform:
             features=frozenset(FEATURES), determinism="T2", rank=20 if kind == "tpu" else 5,
             kv_share=0.85 if kind == "tpu" else 0.25, local_ranks=world,
             details={"jax": jax.__version__, "jaxlib": jaxlib.__version__, "backend": kind, "kernels": self._mode,
-                     "devices": str(len(devices)), "processor": machine.machine()})
+                     "processor": machine.machine()})
 
     def supports(self, op: str, **case: Any) -> str | None:
         if op not in OPS and op not in FEATURES:
@@ -191,11 +192,11 @@ _scatter = jax.jit(_scatter_pages, donate_argnums=0)
 
 def find_devices(backend: str, world: int) -> list[jax.Device]:
     """Local devices of a backend, at least `world`. Raises `Unavailable` with the way out."""
-    if world > 1 and "host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-        try:  # a host processor counts as one device unless this is said before jax starts
-            jax.config.update("jax_num_cpu_devices", world)
+    if "host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+        try:  # a host processor counts as one device unless more are asked for before jax starts
+            jax.config.update("jax_num_cpu_devices", max(world, HOST_DEVICES))
         except RuntimeError:
-            pass
+            pass  # it has started, with the devices that it has
     wanted = backend
     if backend == "auto":
         try:
