@@ -9,10 +9,14 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Library
 
 from ..errors import CheckpointError
+from ..files import read_text
 from ..weights.files import read_json
+from .library import library_call
 from .vocab import Parts, Vocab
 
 MAX_JSON = 1 << 28      # bytes in tokenizer.json; Gemma's, among the largest, has 33 million
+MAX_UNUSED = 1 << 20    # ids below the highest that no token has
+MAX_TEMPLATE = 1 << 20  # characters in chat_template.jinja, as many as a template may have
 _NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
@@ -23,14 +27,17 @@ def folder_vocab(folder: Path) -> Vocab:
         raise CheckpointError(f"{folder}: no tokenizer.json. Save its fast tokenizer there, or use a GGUF file")
     if path.stat().st_size > MAX_JSON:
         raise CheckpointError(f"{path}: {path.stat().st_size} bytes, more than the limit of {MAX_JSON}")
-    try:
+    with library_call(CheckpointError, str(path)):
         library = Library.from_file(str(path))
-    except Exception as error:
-        # The library raises bare Exception for every kind of bad file.
-        raise CheckpointError(f"{path}: {error}") from error
-    settings = _settings(folder)
+        library.no_padding()  # how the file pads and cuts is for training, and both may be of any length
+        library.no_truncation()
+        return _vocab_of(folder, library)
+
+
+def _vocab_of(folder: Path, library: Library) -> Vocab:
+    path, settings = folder / "tokenizer.json", _settings(folder)
     added = library.get_added_tokens_decoder()
-    texts = _texts(library)
+    texts = _texts(path, library)
     names = {name: text for name in _NAMES if (text := _token_text(settings.get(name))) is not None}
     bos = library.token_to_id(names["bos_token"]) if "bos_token" in names else None
     eos = _end_ids(folder, library, names)
@@ -61,9 +68,12 @@ def _token_text(value: Any) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def _texts(library: Library) -> list[str | None]:
+def _texts(path: Path, library: Library) -> list[str | None]:
     vocab = library.get_vocab(with_added_tokens=True)
-    texts: list[str | None] = [None] * (max(vocab.values(), default=-1) + 1)
+    highest = max(vocab.values(), default=-1)
+    if highest > len(vocab) + MAX_UNUSED:
+        raise CheckpointError(f"{path}: a token has the id {highest}, but there are only {len(vocab)} tokens")
+    texts: list[str | None] = [None] * (highest + 1)
     for text, i in vocab.items():
         texts[i] = text
     return texts
@@ -112,8 +122,8 @@ def _template(folder: Path, settings: dict[str, Any]) -> str | None:
     path = folder / "chat_template.jinja"
     if path.is_file():
         try:
-            return path.read_text(encoding="utf-8") or None
-        except UnicodeDecodeError as error:
+            return read_text(path, MAX_TEMPLATE) or None
+        except (OSError, ValueError) as error:
             raise CheckpointError(f"{path}: {error}") from error
     template = settings.get("chat_template")
     if isinstance(template, list):

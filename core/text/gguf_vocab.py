@@ -13,7 +13,8 @@ import numpy as np
 from tokenizers import AddedToken, Regex, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, shown
+from .library import library_call
 from .pretokenizers import named_split
 from .vocab import Parts, Vocab
 
@@ -28,9 +29,9 @@ _SPACE = "\u2581"
 
 def gguf_vocab(metadata: dict[str, Any]) -> Vocab:
     """The vocabulary of a GGUF file; `CheckpointError` names what is missing, malformed or unknown."""
-    kind = metadata.get("tokenizer.ggml.model")
+    kind = _word(metadata, "tokenizer.ggml.model")
     if kind not in _KINDS:
-        raise CheckpointError(f"unknown tokenizer {kind!r} (tokenizer.ggml.model); known: {', '.join(_KINDS)}")
+        raise CheckpointError(f"unknown tokenizer {shown(kind)} (tokenizer.ggml.model); known: {', '.join(_KINDS)}")
     tokens = _column(metadata, "tokens", str)
     types = np.array(_column(metadata, "token_type", int, len(tokens)) or [NORMAL] * len(tokens))
     special = set(np.flatnonzero((types == CONTROL) | (types == UNKNOWN)).tolist())
@@ -41,25 +42,20 @@ def gguf_vocab(metadata: dict[str, Any]) -> Vocab:
     matched = special | set(np.flatnonzero(types == USER_DEFINED).tolist())
     build, spelling, add_bos, space = _KINDS[kind]
     if kind == "gpt2":
-        add_bos = named_split(metadata.get("tokenizer.ggml.pre")).add_bos
+        add_bos = named_split(_word(metadata, "tokenizer.ggml.pre")).add_bos
     return Vocab(
         parts=partial(_parts, build, metadata, tokens, types), texts=list(tokens), spelling=spelling,
         special=frozenset(special), bos_id=bos, eos_ids=eos,
         added={i: AddedToken(tokens[i], special=i in special, normalized=False) for i in sorted(matched) if tokens[i]},
         strip_leading_space=space and _flag(metadata, "add_space_prefix", True),
         add_bos=_flag(metadata, "add_bos_token", add_bos), add_eos=_flag(metadata, "add_eos_token", False),
-        chat_template=_template(metadata),
+        chat_template=_word(metadata, "tokenizer.chat_template") or None,
         special_texts={name: tokens[i] for name, i in _named_ids(metadata, len(tokens)).items()})
 
 
 def _parts(build: Callable[..., Parts], *vocabulary: Any) -> Parts:
-    try:
+    with library_call(CheckpointError, "the tokenizer in the GGUF file is malformed"):
         return build(*vocabulary)
-    except CheckpointError:
-        raise
-    except Exception as error:
-        # The library raises bare Exception for merges and tokens that do not fit each other.
-        raise CheckpointError(f"the tokenizer in the GGUF file is malformed: {error}") from error
 
 
 def _column(metadata: dict[str, Any], name: str, kind: type, length: int | None = None) -> list:
@@ -67,7 +63,7 @@ def _column(metadata: dict[str, Any], name: str, kind: type, length: int | None 
     values = metadata.get(f"tokenizer.ggml.{name}")
     if values is None and length is not None:
         return []
-    if not isinstance(values, list) or not values or not all(map(kind.__instancecheck__, values)):
+    if not isinstance(values, list) or set(map(type, values)) != {kind}:
         raise CheckpointError(f"tokenizer.ggml.{name} must be a non-empty array of {kind.__name__}")
     if length is not None and len(values) != length:
         raise CheckpointError(f"tokenizer.ggml.{name} has {len(values)} entries for {length} tokens")
@@ -78,8 +74,8 @@ def _token_id(metadata: dict[str, Any], name: str, size: int) -> int | None:
     value = metadata.get(f"tokenizer.ggml.{name}_token_id")
     if value is None:
         return None
-    if not isinstance(value, int) or not 0 <= value < size:
-        raise CheckpointError(f"tokenizer.ggml.{name}_token_id is {value!r}, but there are {size} tokens")
+    if type(value) is not int or not 0 <= value < size:
+        raise CheckpointError(f"tokenizer.ggml.{name}_token_id is {shown(value)}, but there are {size} tokens")
     return value
 
 
@@ -99,15 +95,15 @@ def _end_ids(metadata: dict[str, Any], tokens: list[str], special: set[int]) -> 
 def _flag(metadata: dict[str, Any], name: str, default: bool) -> bool:
     value = metadata.get(f"tokenizer.ggml.{name}", default)
     if not isinstance(value, bool | int):
-        raise CheckpointError(f"tokenizer.ggml.{name} must be true or false, not {value!r}")
+        raise CheckpointError(f"tokenizer.ggml.{name} must be true or false, not {shown(value)}")
     return bool(value)
 
 
-def _template(metadata: dict[str, Any]) -> str | None:
-    template = metadata.get("tokenizer.chat_template")
-    if template is not None and not isinstance(template, str):
-        raise CheckpointError(f"tokenizer.chat_template must be a string, not {type(template).__name__}")
-    return template or None
+def _word(metadata: dict[str, Any], key: str) -> str | None:
+    value = metadata.get(key)
+    if value is not None and not isinstance(value, str):
+        raise CheckpointError(f"{key} must be a string, not {shown(value)}")
+    return value
 
 
 def _ids(tokens: list[str]) -> dict[str, int]:
@@ -128,7 +124,7 @@ def _merges(metadata: dict[str, Any]) -> list[tuple[str, str]]:
 
 def _gpt2(metadata: dict[str, Any], tokens: list[str], types: np.ndarray) -> Parts:
     """Byte-level BPE."""
-    split = named_split(metadata.get("tokenizer.ggml.pre"))
+    split = named_split(_word(metadata, "tokenizer.ggml.pre"))
     model = BPE(vocab=_ids(tokens), merges=_merges(metadata), ignore_merges=split.ignore_merges)
     return Parts(model, None, split.build())
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from tokenizers import Regex, pre_tokenizers
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, shown
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -69,6 +69,6 @@ def named_split(name: str | None) -> Split:
                               "convert the model again with a current converter")
     if name not in SPLITS:
         known = ", ".join(sorted(SPLITS))
-        raise CheckpointError(f"unknown pre-tokenizer {name!r} (tokenizer.ggml.pre); known: {known}. "
+        raise CheckpointError(f"unknown pre-tokenizer {shown(name)} (tokenizer.ggml.pre); known: {known}. "
                               "The model's Hugging Face folder needs no such name: use that")
     return SPLITS[name]

@@ -18,6 +18,7 @@ from tokenizers import Tokenizer as Library
 from ..errors import CheckpointError, RequestError
 from .folder_vocab import folder_vocab
 from .gguf_vocab import gguf_vocab
+from .library import library_call
 from .vocab import Parts, Vocab
 
 if TYPE_CHECKING:
@@ -65,12 +66,15 @@ class Tokenizer:
 
     def prepare(self) -> None:
         """Build now what encodes; else the first `encode` does. `CheckpointError` where the file is malformed."""
-        self.encode_batch([""])
+        try:
+            self.encode_batch([""])
+        except RequestError as error:
+            raise CheckpointError(f"the tokenizer is malformed: {error}") from error
 
     def encode(self, text: str, add_special: bool = False, parse_special: bool = False) -> np.ndarray:
         """Token ids, int32 [n]. add_special: with bos and eos where the model wants them. See the module for the rest.
 
-        `RequestError` for text that is not Unicode (a lone surrogate).
+        `RequestError` for text that is not Unicode (a lone surrogate), or that the model's own rules cannot split.
         """
         return self.encode_batch([text], add_special, parse_special)[0]
 
@@ -134,6 +138,10 @@ class Tokenizer:
     @cached_property
     def _encoders(self) -> tuple[_Encoder, _Encoder]:
         """For parse_special False and True."""
+        with library_call(CheckpointError, "the tokenizer is malformed"):
+            return self._make_encoders()
+
+    def _make_encoders(self) -> tuple[_Encoder, _Encoder]:
         vocab, parts = self.vocab, self.vocab.parts()
         guard = normalizers.Replace(GUARD, "")
         guarded = normalizers.Sequence([guard, parts.normalizer]) if parts.normalizer else guard
@@ -188,7 +196,8 @@ class _Encoder:
             self.renumber[list(moved)] = list(moved.values())
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        encoded = self.library.encode_batch_fast(list(texts), add_special_tokens=False)
+        with library_call(RequestError, "the model's tokenizer cannot read this text"):
+            encoded = self.library.encode_batch_fast(list(texts), add_special_tokens=False)
         rows = [np.array(row.ids, dtype=np.int32) for row in encoded]
         return rows if self.renumber is None else [self.renumber[row] for row in rows]
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, shown
 from ..quant.formats import GGUF_TYPES, GGUF_UNREAD, nbytes
 from .files import map_file
 
@@ -231,7 +231,7 @@ def read_gguf(path: str | Path) -> GGUF:
         tensors[name] = info
     alignment = metadata.get("general.alignment", 32)
     if type(alignment) is not int or not 8 <= alignment <= 1 << 20 or alignment & (alignment - 1):
-        raise reader.fail(f"general.alignment is {alignment!r}, not a power of two from 8 to {1 << 20}")
+        raise reader.fail(f"general.alignment is {shown(alignment)}, not a power of two from 8 to {1 << 20}")
     return GGUF(path, data, metadata, _place(reader, tensors, alignment))
 
 
@@ -258,18 +258,18 @@ def read_split(path: str | Path) -> list[GGUF]:
     parts = [read_gguf(p) for p in paths]
     count = parts[0].metadata.get("split.count", 0)
     if count not in (0, 1, len(parts)):
-        raise CheckpointError(f"{parts[0].path} says it is one of {count} parts, but its name does not: give the parts "
-                              "names that end in -00001-of-0000N.gguf")
+        raise CheckpointError(f"{parts[0].path} says it is one of {shown(count)} parts, but its name does not: give "
+                              "the parts names that end in -00001-of-0000N.gguf")
     seen: dict[str, Path] = {}
     for i, part in enumerate(parts):
         if len(parts) > 1 and (part.metadata.get("split.no"), part.metadata.get("split.count")) != (i, len(parts)):
-            raise CheckpointError(f"{part.path} says it is part {part.metadata.get('split.no')} (from 0) of "
-                                  f"{part.metadata.get('split.count')}, its name says {i} of {len(parts)}")
+            raise CheckpointError(f"{part.path} says it is part {shown(part.metadata.get('split.no'))} (from 0) of "
+                                  f"{shown(part.metadata.get('split.count'))}, its name says {i} of {len(parts)}")
         for name in part.tensors:
             if name in seen:
                 raise CheckpointError(f"tensor {name!r} is in {seen[name].name} and in {part.path.name}")
             seen[name] = part.path
     total = parts[0].metadata.get("split.tensors.count", len(seen))
     if total != len(seen):
-        raise CheckpointError(f"{parts[0].path}: {total} tensors are announced, the parts hold {len(seen)}")
+        raise CheckpointError(f"{parts[0].path}: {shown(total)} tensors are announced, the parts hold {len(seen)}")
     return parts

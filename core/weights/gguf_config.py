@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, shown
 
 MAX_LAYERS = 4096
 _INT_MAX = 2**31 - 1
@@ -82,7 +82,8 @@ def arch_of(metadata: Mapping[str, Any]) -> Arch:
     """The architecture; one that is not in `ARCHS` keeps its own name as the model type."""
     name = metadata.get("general.architecture")
     if not isinstance(name, str) or not name:
-        raise CheckpointError(f"general.architecture is {name!r}: this GGUF file does not say which model it holds")
+        raise CheckpointError(f"general.architecture is {shown(name)}: this GGUF file does not say which model it "
+                              "holds")
     if name != "llama":
         return ARCHS.get(name, Arch(name, name))
     if metadata.get("llama.expert_count"):
@@ -154,8 +155,8 @@ def _checked(key: str, value: Any, kind: type) -> Any:
         return value
     if kind is float and type(value) in (int, float) and math.isfinite(value):
         return _decimal(value)
-    shown = repr(value) if not isinstance(value, list) else f"a list of {len(value)} differing values"
-    raise CheckpointError(f"{key} is {shown}; it must be " +
+    found = shown(value) if not isinstance(value, list) else f"a list of {len(value)} differing values"
+    raise CheckpointError(f"{key} is {found}; it must be " +
                           (f"an integer from 0 to {_INT_MAX}" if kind is int else "a finite number"))
 
 
@@ -192,6 +193,8 @@ def _rope(config: dict[str, Any], metadata: Mapping[str, Any], prefix: str) -> N
         config["partial_rotary_factor"] = size / head_dim
     factor = read("scaling.factor") or read("scale_linear")
     kind = metadata.get(f"{prefix}.rope.scaling.type", "linear" if factor else "none")
+    if not isinstance(kind, str):
+        raise CheckpointError(f"{prefix}.rope.scaling.type must be a string, not {shown(kind)}")
     if kind in ("none", "") or not factor:
         return
     scaling: dict[str, Any] = {"rope_type": kind, "factor": factor}
