@@ -1,0 +1,180 @@
+"""Broken platforms: copies of the reference with one bug each. test_platform_mutants.py shows that the laws catch all.
+
+A mutant edits lines of the copied files and is loaded as a platform of its own, so that the oracle stays whole. When
+an edited line of the reference changes, the mutant says so and has to be written anew.
+"""
+from __future__ import annotations
+
+import importlib
+import shutil
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import isthmus.platforms
+from isthmus.core.discovery import platform_root
+
+MODEL = ("model[llama,*f32]",)
+
+
+class Mutant(NamedTuple):
+    """`law`: the law it breaks. only: the law's cases that are run. edits: (file, old, new), each `old` there once."""
+
+    name: str
+    law: str
+    only: tuple[str, ...]
+    edits: tuple[tuple[str, str, str], ...]
+
+    def load(self, folder: Path) -> Any:
+        """The class `Platform` of the broken copy, made inside `folder`."""
+        package = f"mutant_{abs(hash((self.name, str(folder))))}"
+        shutil.copytree(platform_root() / "reference", folder / package, ignore=shutil.ignore_patterns("__pycache__"))
+        for file, old, new in self.edits:
+            path = folder / package / f"{file}.py"
+            source = path.read_text("utf-8")
+            found = source.count(old)
+            assert found == 1, f"mutant {self.name!r}: {old!r} is {found} times in {file}.py, write it anew"
+            path.write_text(source.replace(old, new), "utf-8")
+        isthmus.platforms.__path__.append(str(folder))
+        try:
+            importlib.invalidate_caches()
+            return importlib.import_module(f"isthmus.platforms.{package}.platform").Platform
+        finally:
+            isthmus.platforms.__path__.remove(str(folder))
+
+    @staticmethod
+    def forget() -> None:
+        """Take the broken modules out of memory."""
+        for name in [name for name in sys.modules if ".mutant_" in name]:
+            del sys.modules[name]
+
+
+def op(name: str, subject: str, file: str, old: str, new: str, law: str = "ops") -> Mutant:
+    """A mutant of one edit, looked for in the cases of one op in float32."""
+    return Mutant(name, law, (f"{subject}[*f32]",), ((file, old, new),))
+
+
+def state(name: str, cases: str, *edits: tuple[str, str, str]) -> Mutant:
+    return Mutant(name, "state", (f"state[{cases},f32]",), edits)
+
+
+SPLIT_SOFTMAX = '''half = len(k) // 2
+    parts = []
+    for piece in (slice(0, half), slice(half, None)):
+        top = scores[..., piece].max(axis=-1, keepdims=True, initial=-np.inf)
+        weights = np.exp(scores[..., piece] - top)
+        parts.append((top, weights.sum(axis=-1, keepdims=True), weights, v[piece]))
+    best = np.maximum(parts[0][0], parts[1][0])
+    total = sum(np.exp(top - best) * mass for top, mass, _, _ in parts)
+    return sum(np.einsum("hnm,mhd->nhd", np.exp(top - best) / total * w, value) for top, _, w, value in parts)'''
+
+OPS = [
+    op("the rotary base is another", "rope", "ops", "np.array(spec.inv_freq)", "np.array(spec.inv_freq) ** 1.01"),
+    op("neighbours rotate instead of halves", "rope", "ops", "np.split(x, 2, axis=-1)", "(x[..., ::2], x[..., 1::2])"),
+    op("the rotary factor is ignored", "rope", "ops", "spec.scale * np.cos(angles), spec.scale * np.sin(angles)",
+       "np.cos(angles), np.sin(angles)"),
+    op("positions start at one", "rope", "ops", "self.batch.positions[:, None, None]",
+       "(self.batch.positions[:, None, None] + 1)"),
+    op("the norm's epsilon is outside the root", "rms_norm", "ops", "axis=-1, keepdims=True) + eps)",
+       "axis=-1, keepdims=True)) + eps"),
+    op("the bias is dropped", "linear", "ops", "out if bias is None else out + bias.values", "out"),
+    op("stacked parts in reverse", "linear", "quant", "np.concatenate([expand(raw).astype(DTYPES[dtype], copy=False) "
+       "for raw in raws])", "np.concatenate([expand(raw).astype(DTYPES[dtype], copy=False) for raw in raws[::-1]])"),
+    op("a group's minimum is forgotten", "linear", "quant", "* self.minimum[:, group]", "* 0"),
+    op("groups take their neighbour's scale", "linear", "quant", "(x[:, part] @ codes.T) * self.scale[:, group]",
+       "(x[:, part] @ codes.T) * self.scale[:, group - 1]"),
+    op("gelu for gelu by tanh", "act_mul", "moe", "0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * "
+       "(x + 0.044715 * x ** 3)))", "0.5 * x * (1 + erf(x / math.sqrt(2)))"),
+    op("the window is one too wide", "attention", "attention", "age < spec.window", "age <= spec.window"),
+    op("a token does not see itself", "attention", "attention", "(age >= 0) & (age < spec.window)",
+       "(age > 0) & (age < spec.window)"),
+    op("no soft cap", "attention", "attention", "spec.softcap * np.tanh(scores / spec.softcap)", "scores"),
+    op("query heads share K and V in turn", "attention", "attention",
+       "np.repeat(k, shared, axis=1), np.repeat(v, shared, axis=1)",
+       "np.tile(k, (1, shared, 1)), np.tile(v, (1, shared, 1))"),
+    op("large scores overflow", "attention", "attention", "np.exp(scores - scores.max(axis=-1, keepdims=True))",
+       "np.exp(scores)"),
+    op("two parts that are hidden merge to NaN", "attention", "attention",
+       '''weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    weights /= weights.sum(axis=-1, keepdims=True)
+    return np.einsum("hnm,mhd->nhd", weights, v)''', SPLIT_SOFTMAX),
+    op("the wrong expert for tied scores", "moe", "moe", 'np.argsort(-scores, axis=-1, kind="stable")[:, :spec.top_k]',
+       'np.argsort(scores, axis=-1, kind="stable")[:, ::-1][:, :spec.top_k]'),
+    op("chosen scores are not renormalised", "moe", "moe", "if spec.renormalize:", "if False:"),
+    op("the experts' factor is dropped", "moe", "moe", "weights * spec.scale", "weights"),
+    op("up is taken for gate", "moe", "moe", "gate, up = np.split(w13", "up, gate = np.split(w13"),
+    op("each token keeps its best expert only", "moe", "moe", "out[tokens] +=", "out[tokens] ="),
+    op("the highest id among equals", "sample", "sampling", 'np.argsort(-logits, axis=-1, kind="stable")[..., :count]',
+       "(logits.shape[-1] - 1 - np.argsort(-logits[..., ::-1], axis=-1, kind='stable'))[..., :count]"),
+    op("the presence penalty is ignored", "sample", "sampling", "penalties.presence[:, None] * (counts > 0) + ", ""),
+    op("repetition divides negative logits too", "sample", "sampling", "np.where(logits > 0, logits / repetition, "
+       "logits * repetition)", "logits / repetition"),
+    op("a pending token is not penalised", "sample", "sampling", "counts[pending, inputs[pending]] += 1", "pass"),
+    op("one bias for an id replaces another", "sample", "sampling",
+       "np.add.at(logits, (bias.rows, bias.ids), bias.values)", "logits[bias.rows, bias.ids] += bias.values"),
+    op("mask bits from the other end", "sample", "sampling", 'bitorder="little"', 'bitorder="big"'),
+    op("top-k keeps one more", "sample", "sampling", "best[:sampling.top_k[row]]", "best[:sampling.top_k[row] + 1]"),
+    op("top-p drops the token that crosses", "sample", "sampling", "best[:1 + np.searchsorted",
+       "best[:max(1, -1 + 1) * np.searchsorted"),
+    op("min-p before top-p", "sample", "sampling", "sampling.min_p[row] * weights[best[0]]",
+       "sampling.min_p[row] * weights.max() * 1.5"),
+    op("the draw goes from the best down", "sample", "sampling", "kept = np.sort(best)", "kept = best"),
+    op("log-probabilities under the penalties", "sample", "ops", "log_softmax(logits).astype",
+       "log_softmax(__import__('isthmus').platforms.reference.sampling.adjust(logits, sampling, inputs)).astype"),
+    op("a scored token becomes the sampled one", "sample", "ops", "sampled = batch.targets == -1",
+       "sampled = batch.targets > -2"),
+]
+
+STATE = [
+    state("K and V go to the neighbour page too", "neighbours,page4", ("attention", "self.k[pages, offsets] = k",
+          "self.k[pages, offsets] = k\n        self.k[np.minimum(pages + 1, len(self.k) - 1), offsets] = k")),
+    state("what lies past a row's end is multiplied by zero", "left_nan,page4", ("attention",
+          ".reshape(-1, *part.shape[2:])[:length]", ".reshape(-1, *part.shape[2:])")),
+    state("a copied page keeps its old V", "copied,page4", ("platform", """for part in (cache.k, cache.v):
+                part[list(dst)]""", """for part in (cache.k,):
+                part[list(dst)]""")),
+    state("pages come back with K for V", "exported,page4", ("platform", """for part in (cache.k, cache.v):
+                shape""", """for part in (cache.v, cache.k):
+                shape""")),
+    state("data of any length is taken", "import_of_wrong_size", ("platform", "if len(data) != expected:",
+          "if len(data) < expected:")),
+    state("the new state is dropped", "neighbours,page4",
+          ("graph", "Ops(state, batch)", "Ops(__import__('copy').deepcopy(state), batch)")),
+    state("all states are one", "two_states,pages", ("platform",
+          "return State(spec, tuple(caches), np.zeros(spec.seqs, np.int32))",
+          "self.one = getattr(self, 'one', None) or State(spec, tuple(caches), np.zeros(spec.seqs, np.int32))\n"
+          "        return self.one")),
+    state("padding is written to page 1", "page0,page4",
+          ("attention", "pages, offsets = np.divmod(slots, self.k.shape[1])",
+           "pages, offsets = np.divmod(slots, self.k.shape[1])\n        pages = pages + (slots == 0)")),
+    state("last tokens are kept by row", "slots_rest", ("ops", "self.last = state.last[self.seqs]",
+          "self.last = state.last[self.batch.rows]")),
+]
+
+OTHERS = [
+    Mutant("a batch's later rows are swallowed", "model", MODEL, (("attention", "np.flatnonzero(batch.lengths)",
+           "np.flatnonzero(batch.lengths[:2])"),)),
+    Mutant("a chunk forgets what came before it", "model", MODEL, (("attention", "seen = age >= 0 if",
+           "seen = (age >= 0) & (age <= positions[:, None] - positions[0] if len(q) > 1 else age >= 0) if"),)),
+    Mutant("results depend on the batch", "model", MODEL, (("ops", "out = weight.product(x)",
+           "out = weight.product(x) * (1 + 1e-3 * len(x))"),)),
+    Mutant("padding logit rows are kept as sampled", "compile", ("compile[*f32]",), (("ops",
+           "sampled = batch.targets == -1", "sampled = batch.targets < 0"),)),
+    Mutant("padding rows are attended", "compile", ("compile[padding*f32]",), (("attention",
+           "np.flatnonzero(batch.lengths)", "range(len(batch.lengths))"),)),
+    Mutant("a collected step gives the newest result", "compile", ("compile[launched*f32]",), (
+        ("graph", "    error: Exception | None = None\n",
+         "    error: Exception | None = None\n\n    def __post_init__(self):\n        Finished.newest = self.result\n"),
+        ("graph", "return self.result", "return Finished.newest"))),
+    Mutant("a failing step raises at launch", "compile", ("compile[failing*f32]",), (("graph", "except Exception as",
+           "except ZeroDivisionError as"),)),
+    Mutant("a hit reads the pages of another row", "scheduler", ("scheduler[prefix_hit,f32]",), (("attention",
+           "cache.read(batch.pages[row]", "cache.read(batch.pages[row] if batch.positions[mine][0] == 0 else "
+           "np.roll(batch.pages[row], 1)"),)),
+    Mutant("a failing step spoils the pages of others", "compile", ("compile[failing*f32]",), (
+        ("graph", "            return Finished(None, error), state",
+         "            for cache in state.layers:\n                cache.k.fill(np.nan)\n"
+         "            return Finished(None, error), state"),)),
+]
+
+ALL = [*OPS, *STATE, *OTHERS]
