@@ -11,11 +11,12 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
 
-from .platform import INTERFACE_VERSION, Manifest, Platform, Unavailable
+from .platform import SERVED, Manifest, Platform, Unavailable
 from .registry import RegistrationError, signature_gaps
 
 GROUP = "isthmus.platforms"
-REQUIRED = ("probe", "supports", "load", "alloc", "compile", "copy_pages")
+# Each required method and the interface version that brought it: platforms of an older version need not have it.
+REQUIRED = dict.fromkeys(("probe", "supports", "load", "alloc", "compile", "copy_pages"), 1)
 
 
 @dataclass(frozen=True)
@@ -46,13 +47,16 @@ def list_platforms() -> dict[str, Found]:
 
 
 def check_platform(name: str, candidate: Any) -> None:
-    """Check a platform class whole. Raises `RegistrationError` with every gap, or one for a wrong interface version."""
+    """Check a platform class whole, by the interface version that it was written for. Raises `RegistrationError` with
+    every gap, a version that is not served among them."""
     if not isinstance(candidate, type):
         raise RegistrationError(f"platform {name!r}: `Platform` must be a class, not {candidate!r}")
-    gaps = signature_gaps(candidate, Platform, REQUIRED)
     version = getattr(candidate, "interface_version", None)
-    if version != INTERFACE_VERSION:
-        gaps.append(f"interface_version is {version}, this core serves {INTERFACE_VERSION}")
+    served = version in SERVED
+    required = tuple(method for method, since in REQUIRED.items() if not served or since <= version)
+    gaps = signature_gaps(candidate, Platform, required)
+    if not served:
+        gaps.append(f"interface_version is {version}, this core serves {' and '.join(map(str, SERVED))}")
     if gaps:
         raise RegistrationError(f"platform {name!r} is incomplete: " + "; ".join(gaps))
 

@@ -6,6 +6,11 @@ A platform is a folder in `platforms/` with a module `platform.py`, or an instal
 Rules of the model definitions that call `Ops`: tensors are opaque; only `+ - *` (also with Python numbers), `.shape`,
 `.reshape`, basic slices and integer indexing on axis 0 are used on them. Loops and branches run over Python
 configuration, never over data or platform.
+
+Versions: a core serves the platforms of its own `INTERFACE_VERSION` and of the one before (`SERVED`). A new version may
+add, and what it adds is optional for a platform of the version before: a method by being absent, an op or feature by
+`supports` giving a reason, a field by its default. What exists keeps its name, its parameters and its meaning; what is
+to go is deprecated in one version and gone two later at the earliest (docs/adding_a_platform.md).
 """
 from __future__ import annotations
 
@@ -21,6 +26,7 @@ __all__ = ["INTERFACE_VERSION", "AttentionSpec", "Batch", "Bias", "Bucket", "Buc
            "Step", "StepResult", "Tensor", "Unavailable", "Unsupported", "Weight", "WeightSpec"]
 
 INTERFACE_VERSION = 1
+SERVED = range(max(1, INTERFACE_VERSION - 1), INTERFACE_VERSION + 1)
 
 Tensor = Any  # a platform's own array
 Weight = Any  # opaque leaf made by Platform.load
@@ -152,7 +158,10 @@ class Ops(Protocol):
 
 
 class Platform(Protocol):
-    """One rank on one device. The constructor takes `options`, a mapping of strings, and does nothing costly."""
+    """One rank on one device. The constructor takes `options`, a mapping of strings, and does nothing costly.
+
+    interface_version: that the platform was written for, a literal in its own code; core takes those of `SERVED`.
+    """
 
     interface_version: int
 
