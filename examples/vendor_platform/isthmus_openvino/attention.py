@@ -18,7 +18,10 @@ def paged_attention(trace: Trace, q: Tensor, k: Tensor, v: Tensor, layer: int, s
     scores = Tensor(opset.matmul(grid.transpose(0, 2, 3, 1, 4).node, keys.node, False, True)) * spec.scale
     if spec.softcap is not None:
         scores = Tensor(opset.tanh((scores * (1 / spec.softcap)).node)) * spec.softcap
-    weights = opset.softmax(scores.where(seen(trace, spec.window), HIDDEN).node, -1)
+    reach = spec.window or np.iinfo(np.int32).max
+    seen = trace.feed(("seen", reach), (-1, 1, 1, -1, -1), bool,
+                      lambda state, arrays: (arrays["age"] >= 0) & (arrays["age"] < reach))
+    weights = opset.softmax(scores.where(seen, HIDDEN).node, -1)
     out = Tensor(opset.matmul(weights, values.node, False, False)).transpose(0, 3, 1, 2, 4)
     return out.reshape(-1, heads, dim)[trace.feed("place", (-1,))]
 
@@ -32,10 +35,3 @@ def context(trace: Trace, new: Tensor, layer: int, which: int) -> Tensor:
     fresh, slots = (trace.feed(name, (-1, -1)) for name in ("fresh", "slots"))
     both = new[fresh].where(is_fresh, memory[slots]).where(inside, 0.0)  # NaN times weight 0 would be NaN
     return both.transpose(0, 2, 1, 3).reshape(KEEP, KEEP, 1, -1, new.shape[2])
-
-
-def seen(trace: Trace, window: int | None) -> Tensor:
-    """[B, 1, 1, Q, C] does the token see the position?"""
-    reach = np.iinfo(np.int32).max if window is None else window
-    return trace.feed(("seen", window), (-1, 1, 1, -1, -1), bool,
-                      lambda state, arrays: (arrays["age"] >= 0) & (arrays["age"] < reach))

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,6 @@ from .layout import State, lay_out
 from .sampling import sample
 
 KEEP = 0  # how an axis of any size shows in a shape; in a reshape OpenVINO reads it as "as it was"
-END = 2**31 - 1
 Fill = Callable[[State, dict[str, np.ndarray]], np.ndarray]
 
 
@@ -40,36 +39,33 @@ class Tensor:
         if isinstance(index, Tensor):
             return Tensor(opset.gather(self.node, index.node, integers(0)))
         parts = index if isinstance(index, tuple) else (index,)
-        bounds = [(p.start or 0, END if p.stop is None else p.stop, p.step or 1, i) for i, p in enumerate(parts)]
+        bounds = [(p.start or 0, 2**31 - 1 if p.stop is None else p.stop, p.step or 1, i) for i, p in enumerate(parts)]
         return Tensor(opset.slice(self.node, *map(integers, zip(*bounds, strict=True))))
 
     def where(self, condition: Tensor, other: Tensor | float) -> Tensor:
         """This where the condition holds, the other elsewhere; no NaN of what is not chosen gets through."""
         return Tensor(opset.select(condition.node, self.node, node_of(other)))
 
-    def __add__(self, other: Tensor | float) -> Tensor:
-        return Tensor(opset.add(self.node, node_of(other)))
+    def _joined(operation: Callable[[Any, Any], Any]) -> Callable[[Tensor, Tensor | float], Tensor]:
+        return lambda self, other: Tensor(operation(self.node, node_of(other)))
 
-    def __sub__(self, other: Tensor | float) -> Tensor:
-        return Tensor(opset.subtract(self.node, node_of(other)))
-
-    def __rsub__(self, other: float) -> Tensor:
-        return Tensor(opset.subtract(node_of(other), self.node))
-
-    def __mul__(self, other: Tensor | float) -> Tensor:
-        return Tensor(opset.multiply(self.node, node_of(other)))
-
-    __radd__, __rmul__ = __add__, __mul__
+    __add__ = __radd__ = _joined(opset.add)
+    __mul__ = __rmul__ = _joined(opset.multiply)
+    __sub__, __rsub__ = _joined(opset.subtract), _joined(lambda one, other: opset.subtract(other, one))
 
 
 def integers(values: Any) -> Any:
     return opset.constant(np.array(values, np.int32))
 
 
-def node_of(value: Tensor | float) -> Any:
-    return value.node if isinstance(value, Tensor) else opset.constant(np.float32(value))
+def node_of(value: Tensor | float | np.ndarray) -> Any:
+    """Of a number a constant, of a weight one that reads its memory in place."""
+    if isinstance(value, Tensor):
+        return value.node
+    return opset.constant(np.asarray(value, np.float32), shared_memory=isinstance(value, np.ndarray))
 
 
+@dataclass
 class Trace:
     """A graph in the making, then compiled.
 
@@ -77,10 +73,9 @@ class Trace:
     the step's slots.  sampled: are the result logits to sample from?
     """
 
-    def __init__(self) -> None:
-        self.feeds: dict[Any, tuple[Any, Fill]] = {}
-        self.written: dict[tuple[int, int], Any] = {}
-        self.sampled = False
+    feeds: dict[Any, tuple[Any, Fill]] = field(default_factory=dict)
+    written: dict[tuple[int, int], Any] = field(default_factory=dict)
+    sampled: bool = False
 
     def feed(self, name: Any, shape: Sequence[int], dtype: type = np.int32, fill: Fill | None = None) -> Tensor:
         """An input, -1 for an axis of any size; made once. Without `fill` it is the array of that name."""

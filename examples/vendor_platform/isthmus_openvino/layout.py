@@ -15,12 +15,6 @@ class State:
     layers: list[tuple[np.ndarray, np.ndarray]]
     last: np.ndarray
 
-    @classmethod
-    def allocate(cls, spec: StateSpec, pages: int) -> State:
-        shapes = [(pages * spec.page_size, layer.kv_heads, layer.head_dim) for layer in spec.layers]
-        return cls(spec, [(np.zeros(shape, np.float32), np.zeros(shape, np.float32)) for shape in shapes],
-                   np.zeros(spec.seqs, np.int32))
-
     def parts(self) -> list[np.ndarray]:
         """K and V of every layer as views [pages, page_size * kv_heads * head_dim]."""
         return [part.reshape(-1, self.spec.page_size * part[0].size) for layer in self.layers for part in layer]

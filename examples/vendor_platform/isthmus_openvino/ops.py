@@ -6,32 +6,28 @@ from isthmus.core.platform import AttentionSpec, Batch, MoESpec, RopeSpec
 from openvino import opset15 as opset
 
 from .attention import paged_attention
-from .graph import Tensor, Trace, integers
+from .graph import Tensor, Trace, integers, node_of
 from .moe import act_mul, moe
-from .quant import Dense, Experts, Leaf
 
 
 class Ops:
-    """Made for one trace. The state is no part of it: a step hands it to the graph's inputs."""
+    """Made for one trace. The state is no part of it: each step hands it to the graph's inputs."""
 
-    def __init__(self, trace: Trace) -> None:
-        self.trace = trace
+    def __init__(self) -> None:
+        self.trace = Trace()
+        feeds = {name: self.trace.feed(name, (-1,)) for name in ("tokens", "logit_rows")}
+        self.batch = Batch(*[None] * len(Batch._fields))._replace(**feeds)  # the rest is the host's business
 
-    def batch(self) -> Batch:
-        """What a forward pass reads of a batch; the rest is the host's business."""
-        nothing = Batch(*[None] * len(Batch._fields))
-        return nothing._replace(**{name: self.trace.feed(name, (-1,)) for name in ("tokens", "logit_rows")})
+    def embed(self, ids: Tensor, weight: np.ndarray) -> Tensor:
+        return Tensor(node_of(weight))[ids]
 
-    def embed(self, ids: Tensor, weight: Leaf) -> Tensor:
-        return weight.tensor()[ids]
+    def linear(self, x: Tensor, weight: np.ndarray, bias: np.ndarray | None = None) -> Tensor:
+        out = Tensor(opset.matmul(x.node, node_of(weight), False, True))
+        return out if bias is None else out + bias
 
-    def linear(self, x: Tensor, weight: Leaf, bias: Dense | None = None) -> Tensor:
-        out = Tensor(opset.matmul(x.node, weight.tensor().node, False, True))
-        return out if bias is None else out + bias.tensor()
-
-    def rms_norm(self, x: Tensor, weight: Dense, eps: float) -> Tensor:
+    def rms_norm(self, x: Tensor, weight: np.ndarray, eps: float) -> Tensor:
         mean = Tensor(opset.reduce_mean((x * x).node, integers(-1), keep_dims=True))
-        return x * Tensor(opset.divide(weight.tensor().node, opset.sqrt((mean + eps).node)))
+        return x * Tensor(opset.divide(node_of(weight), opset.sqrt((mean + eps).node)))
 
     def rope(self, x: Tensor, spec: RopeSpec) -> Tensor:
         half = len(spec.inv_freq)
@@ -47,7 +43,7 @@ class Ops:
     def act_mul(self, gate: Tensor, up: Tensor, kind: str) -> Tensor:
         return act_mul(gate, up, kind)
 
-    def moe(self, x: Tensor, router_logits: Tensor, w13: Experts, w2: Experts, spec: MoESpec) -> Tensor:
+    def moe(self, x: Tensor, router_logits: Tensor, w13: np.ndarray, w2: np.ndarray, spec: MoESpec) -> Tensor:
         return moe(x, router_logits, w13, w2, spec)
 
     def all_reduce(self, x: Tensor) -> Tensor:

@@ -5,10 +5,10 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import openvino
 import psutil
 from isthmus.core.platform import (
-    FEATURES,
     Batch,
     Bucket,
     Manifest,
@@ -16,25 +16,23 @@ from isthmus.core.platform import (
     StateSpec,
     Step,
     Unavailable,
-    Unsupported,
     WeightSpec,
 )
-from isthmus.platforms.expand import CODECS
 from isthmus.platforms.options import check_options
 
 from .graph import Launched, Trace
 from .layout import State
 from .ops import Ops
-from .quant import KEPT, Leaf, load_weight
+from .quant import load_weight
 
-OPS = ("embed", "linear", "rms_norm", "rope", "attention", "act_mul", "moe", "all_reduce", "sample")
-INTERFACE = 1  # the version this package was written for; not core's own, which may be newer
+FEATURES = frozenset({"sliding_window", "softcap", "logprobs", "penalties", "logit_bias", "grammar_mask", "moe",
+                      "overlap", "export_pages"})
 
 
 class Platform:
     """One rank. Everything that touches a state runs on one worker thread, in the order in which it was asked for."""
 
-    interface_version = INTERFACE
+    interface_version = 1  # what this package was written for: the next core serves it too
 
     def __init__(self, options: Mapping[str, str]) -> None:
         check_options("openvino", options, ("threads",))
@@ -49,43 +47,37 @@ class Platform:
         if world != 1:
             raise Unavailable(f"openvino runs in a single process; {world} ranks were asked for")
         self.core = openvino.Core()
-        if "CPU" not in self.core.available_devices:
-            raise Unavailable(f"OpenVINO has no CPU device here; it has {', '.join(self.core.available_devices)}")
         self.worker = ThreadPoolExecutor(1, "openvino")
         total, free = self.memory()
         return Manifest(
-            name="openvino", device=self.core.get_property("CPU", "FULL_DEVICE_NAME"), interface=INTERFACE,
-            compute_dtypes=("f32",), kv_dtypes=("f32",), formats=KEPT, page_sizes=(16, 1, 4, 8, 32, 64, 128),
-            buckets=None, memory_total=total, memory_free=free, features=frozenset(FEATURES), determinism="T2",
+            name="openvino", device=self.core.get_property("CPU", "FULL_DEVICE_NAME"), interface=self.interface_version,
+            compute_dtypes=("f32",), kv_dtypes=("f32",), formats=(), page_sizes=(16, 1, 4, 8, 32, 64, 128),
+            buckets=None, memory_total=total, memory_free=free, features=FEATURES, determinism="T2",
             rank=5, details={"openvino": openvino.__version__})
 
     def supports(self, op: str, **case: Any) -> str | None:
-        if op not in OPS and op not in FEATURES:
-            return f"{op!r} is no op or feature of interface version {INTERFACE}"
+        if op not in FEATURES and not hasattr(Ops, op):
+            return f"{op!r} is no op or feature of interface version {self.interface_version}"
         if case.get("dtype", "f32") != "f32":
             return f"dtype {case['dtype']}: only f32 is computed"
-        if case.get("format", "f32") not in CODECS:
-            return f"format {case['format']}: known are {', '.join(CODECS)}"
         return None
 
-    def load(self, raws: Sequence[RawTensor], spec: WeightSpec, dtype: str) -> Leaf:
-        if dtype != "f32":
-            raise Unsupported(f"compute dtype {dtype!r}: only f32 is computed")
+    def load(self, raws: Sequence[RawTensor], spec: WeightSpec, dtype: str) -> np.ndarray:
         return load_weight(raws, spec)
 
-    def describe(self, weight: Leaf) -> str:
-        return str(weight)
+    def describe(self, weight: np.ndarray) -> str:
+        return "f32"
 
     def alloc(self, spec: StateSpec, pages: int) -> State:
-        if spec.dtype != "f32":
-            raise Unsupported(f"K and V in {spec.dtype!r}: only f32 is kept")
-        return State.allocate(spec, pages)
+        shapes = [(pages * spec.page_size, layer.kv_heads, layer.head_dim) for layer in spec.layers]
+        layers = [(np.zeros(shape, np.float32), np.zeros(shape, np.float32)) for shape in shapes]
+        return State(spec, layers, np.zeros(spec.seqs, np.int32))
 
     def compile(self, forward: Callable[[Ops, Any, Batch], Any], weights: Any, bucket: Bucket | None) -> Step:
         def build() -> Trace:
             self.traces += 1
-            ops = Ops(Trace())
-            return ops.trace.compile(forward(ops, weights, ops.batch()), self.core, self.settings)
+            ops = Ops()
+            return ops.trace.compile(forward(ops, weights, ops.batch), self.core, self.settings)
         trace = self.worker.submit(build)
 
         def step(state: State, batch: Batch) -> tuple[Launched, State]:

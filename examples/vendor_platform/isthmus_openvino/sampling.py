@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import numpy as np
-from isthmus.core.platform import Batch, Penalties, Sampling, StepResult
+from isthmus.core.platform import Batch, Sampling, StepResult
 
 from .layout import State
 
@@ -24,7 +24,7 @@ def sample(logits: np.ndarray, state: State, batch: Batch, entered: np.ndarray) 
 
 
 def adjust(logits: np.ndarray, sampling: Sampling, inputs: np.ndarray) -> np.ndarray:
-    """[L, V] after mask, bias and penalties; a new array."""
+    """[L, V] after mask, bias and penalties; a new array. inputs [L]: the token that each row follows."""
     logits = logits.copy()
     if sampling.mask is not None:
         bits = np.unpackbits(sampling.mask.bits.astype("<u4").view(np.uint8), axis=1, bitorder="little")
@@ -32,20 +32,15 @@ def adjust(logits: np.ndarray, sampling: Sampling, inputs: np.ndarray) -> np.nda
         logits[rows] = np.where(allowed, logits[rows], -np.inf)
     if sampling.bias is not None:
         np.add.at(logits, (sampling.bias.rows, sampling.bias.ids), sampling.bias.values)
-    if sampling.penalties is not None:
-        penalize(logits, sampling.penalties, inputs)
+    if (penalties := sampling.penalties) is not None:
+        counts = np.full(logits.shape, -1.0)  # -1: not one of the row's tokens
+        counts[penalties.rows, penalties.ids] = penalties.counts
+        pending = np.flatnonzero(penalties.pending)
+        counts[pending, inputs[pending]] = np.maximum(counts[pending, inputs[pending]], 0) + 1
+        factor = np.where(counts >= 0, penalties.repetition[:, None].astype(np.float64), 1)
+        logits = np.where(logits > 0, logits / factor, logits * factor)
+        logits -= penalties.presence[:, None] * (counts > 0) + penalties.frequency[:, None] * np.maximum(counts, 0)
     return logits
-
-
-def penalize(logits: np.ndarray, penalties: Penalties, inputs: np.ndarray) -> None:
-    """`inputs` [L]: the token that each logit row follows, counted once more where it is pending."""
-    counts = np.full(logits.shape, -1.0)  # -1: not in the row's tokens
-    counts[penalties.rows, penalties.ids] = penalties.counts
-    pending = np.flatnonzero(penalties.pending)
-    counts[pending, inputs[pending]] = np.maximum(counts[pending, inputs[pending]], 0) + 1
-    factor = np.where(counts >= 0, penalties.repetition[:, None].astype(np.float64), 1)
-    logits[:] = np.where(logits > 0, logits / factor, logits * factor)
-    logits -= penalties.presence[:, None] * (counts > 0) + penalties.frequency[:, None] * np.maximum(counts, 0)
 
 
 def choose(logits: np.ndarray, sampling: Sampling) -> np.ndarray:
