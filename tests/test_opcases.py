@@ -14,6 +14,8 @@ from isthmus.conformance.opcase import OpCase
 from isthmus.conformance.ops_run import check_case
 from isthmus.core import discovery
 
+COST = 13  # seconds
+
 # (ops that must notice, file, text, broken text)
 MUTANTS = [
     ("embed", "ops.py", "np.where(ids < 0, self.last, ids)", "np.maximum(ids - 1, 0)"),
