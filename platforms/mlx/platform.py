@@ -28,8 +28,7 @@ from ..options import check_options
 try:
     import mlx.core as mx
 except ImportError as error:
-    raise Unavailable(f"mlx cannot be imported ({error}): pip install 'isthmus[mlx]' on a Mac with Apple silicon, "
-                      "'mlx[cpu]' on Linux") from error
+    raise Unavailable(f"mlx cannot be imported ({error}): pip install 'isthmus[mlx]'") from error
 
 from .attention import BUCKETS
 from .graph import Step

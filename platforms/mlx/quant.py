@@ -2,8 +2,9 @@
 
 MLX packs codes of `bits` bits, the lowest first, into uint32 words along the input axis, with a scale and a bias for
 each group: w = scale * code + bias. Block formats whose groups have 32 weights are the same thing in another order, so
-they are repacked without loss: Q4_0 is (d, -8d), Q4_1 (d, m), Q5_0 (d, -16d), Q5_1 (d, m), Q8_0 (d, -128d) with codes
-moved up by 128. Layouts: the GGUF specification, and the documentation of `mlx.core.quantize`.
+they are repacked without loss: Q4_0 is (d, -8d), Q4_1 (d, m), Q5_0 (d, -16d), Q5_1 (d, m), Q4_K and Q5_K (d * s,
+-dmin * m) of each group, Q8_0 (d, -128d) with codes moved up by 128. Layouts: the GGUF specification, and the
+documentation of `mlx.core.quantize`.
 """
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from ..experts import by_expert
 
 DTYPES = {"f32": mx.float32, "bf16": mx.bfloat16, "f16": mx.float16}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-BLOCKS = {"q4_0": 4, "q4_1": 4, "q5_0": 5, "q5_1": 5, "q8_0": 8}  # format -> bits of a code, groups of 32
+# Format -> bits of a code, in groups of 32.
+BLOCKS = {"q4_0": 4, "q4_1": 4, "q4_k": 4, "q5_0": 5, "q5_1": 5, "q5_k": 5, "q8_0": 8}
 KEPT = (*BLOCKS, *PACKED)
 
 
@@ -144,13 +146,13 @@ def _matrix(experts: Sequence[Sequence[RawTensor]], dtype: str, device: Device, 
     kinds = {_kind(raw.dtype) for parts in experts for raw in parts}
     if len(kinds) == 1 and None not in kinds:
         (bits, group), = kinds
-        stored = {raw.extra[0].dtype if raw.extra else "f16" for parts in experts for raw in parts}
+        stored = {_scale_dtype(raw) for parts in experts for raw in parts}
         # Scales in another dtype than the input's would be converted in every step; float32 holds every one exactly.
         # A host processor multiplies float32 many times faster than the narrow dtypes.
         scale = DTYPES[dtype] if stored == {dtype} and device.metal else mx.float32
         joined = [tuple(map(np.concatenate, zip(*map(_packed, parts), strict=True))) for parts in experts]
         packed, scales, biases = map(np.stack, zip(*joined, strict=True)) if stacked else joined[0]
-        if scale == mx.float16 and not np.isfinite(biases.astype(np.float16)).all():
+        if scale == mx.float16 and np.abs(biases).max() > np.finfo(np.float16).max:
             scale = mx.float32
         return Affine(mx.array(packed), mx.array(scales).astype(scale), mx.array(biases).astype(scale), group, bits,
                       DTYPES[dtype])
@@ -163,6 +165,11 @@ def _matrix(experts: Sequence[Sequence[RawTensor]], dtype: str, device: Device, 
 def _kind(name: str) -> tuple[int, int] | None:
     """Bits and group of a format that is kept."""
     return (BLOCKS[name], 32) if name in BLOCKS else PACKED.get(name)
+
+
+def _scale_dtype(raw: RawTensor) -> str:
+    """The narrowest dtype that holds a kept tensor's scales and biases as they are."""
+    return raw.extra[0].dtype if raw.extra else "f32" if raw.dtype in ("q4_k", "q5_k") else "f16"
 
 
 def _packed(raw: RawTensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
