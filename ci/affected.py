@@ -17,6 +17,7 @@ import graph
 
 PROSE = (".md", ".rst", ".txt")
 PROSE_FOLDERS = ("docs", "benchmarks")
+RUNNING = ("ci", ".ci", ".github")  # how jobs are run
 
 
 @cache
@@ -34,7 +35,7 @@ def everywhere() -> set[str]:
 def files_of(name: str) -> frozenset[Path]:
     """Sources that a job runs: core, its platform, the conformance suite, its test files, and all that these import."""
     job = jobs()[name]
-    folders = [Path("core"), Path("tests/conformance"), Path("platforms", job["platform"])]
+    folders = [Path("core"), Path("tests/conformance"), Path(job["folder"])]
     folders += [Path("platforms", platform) for platform in everywhere()]
     roots = {p for p in graph.sources() if any(p.is_relative_to(folder) for folder in folders)}
     roots.add(Path("tests/conftest.py"))
@@ -50,9 +51,9 @@ def affected(files: list[str]) -> list[str]:
     for path in map(Path, files):
         if path.suffix in PROSE or path.parts[0] in PROSE_FOLDERS or path.name == "LICENSE":
             continue
-        having = {name for name in jobs() if path in files_of(name)}
-        if not having and path.parts[0] == "platforms" and path.parts[1] not in everywhere():  # such as its ledger.toml
-            having = {name for name, job in jobs().items() if job["platform"] == path.parts[1]}
+        having = {name for name in jobs() if path in files_of(name)} if path.parts[0] not in RUNNING else set()
+        if not having and not any(path.is_relative_to(Path("platforms", name)) for name in everywhere()):
+            having = {name for name, job in jobs().items() if path.is_relative_to(job["folder"])}  # as a ledger.toml
         needed |= having or set(jobs())
     return [name for name in jobs() if name in needed]
 

@@ -24,13 +24,14 @@ def project() -> dict:
 @cache
 def package_folders() -> dict[str, str]:
     """Dotted name -> folder of every package root of the repository."""
-    return {**project()["tool"]["setuptools"]["package-dir"], "tests": "tests", "benchmarks": "benchmarks"}
+    return {**project()["tool"]["setuptools"]["package-dir"], "tests": "tests", "benchmarks": "benchmarks",
+            "examples": "examples"}
 
 
 @cache
 def sources() -> tuple[Path, ...]:
     """Python files that the graph is about, relative to the root."""
-    folders = ("core", "platforms", "tests", "benchmarks", "ci")
+    folders = ("core", "platforms", "tests", "benchmarks", "examples", "ci")
     return tuple(sorted(p.relative_to(ROOT) for folder in folders for p in (ROOT / folder).rglob("*.py")))
 
 

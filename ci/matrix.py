@@ -8,12 +8,13 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import graph
 from isthmus.core import manifests
-from isthmus.core.discovery import Found, platform_root
+from isthmus.core.discovery import GROUP
 from isthmus.core.platform import FEATURES
 from isthmus.core.quant.formats import FORMATS
 
@@ -24,10 +25,21 @@ JSON, WORKFLOW = Path("ci/matrix.json"), Path(".github/workflows/platforms.yml")
 LIGHT = ("tests/test_layout.py", "tests/test_ci.py", "tests/test_registry.py")  # what every change must pass
 
 
+def folders() -> dict[str, tuple[Path, Path]]:
+    """Platform -> its folder and its manifest: those of platforms/, then the packages of examples/."""
+    found = {p.parent.name: (p.parent, p.with_name(manifests.FILE)) for p in
+             sorted(path for path in graph.sources() if path.match("platforms/*/platform.py"))}
+    for project in sorted(graph.ROOT.glob("examples/*/pyproject.toml")):
+        package, about = project.parent.relative_to(graph.ROOT), tomllib.loads(project.read_text("utf-8"))
+        for name, entry in about["project"].get("entry-points", {}).get(GROUP, {}).items():
+            module = Path(package, *entry.partition(":")[0].split("."))
+            found[name] = (package, module.with_name(manifests.FILE))
+    return found
+
+
 def claims() -> dict[str, manifests.Claim]:
-    """Manifests of the platforms of this tree."""
-    names = sorted(p.parent.name for p in platform_root().glob("*/platform.py"))
-    return {name: manifests.read_claim(Found(name, "folder")) for name in names}
+    """Manifests of the platforms of this repository."""
+    return {name: manifests.read_file(graph.ROOT / manifest) for name, (_, manifest) in folders().items()}
 
 
 def tests_of(platform: str, claim: manifests.Claim, job: manifests.Job) -> list[Path]:
@@ -35,7 +47,7 @@ def tests_of(platform: str, claim: manifests.Claim, job: manifests.Job) -> list[
     library, or declares capabilities that it offers."""
     present = graph.installed_by(job.install)
     offered = manifests.capabilities(claim)
-    folder = Path("platforms", platform)
+    folder = folders()[platform][0]
     chosen = []
     for path in graph.test_files():
         if not graph.libraries(path) <= present:
@@ -59,7 +71,8 @@ def matrix() -> dict[str, Any]:
             seconds = job.conformance + sum(map(graph.cost, tests))
             without = f" without {', '.join(job.without)}" if job.without else ""
             jobs[job.name] = {
-                "title": f"{platform}{without}, on {job.device}", "platform": platform, "device": job.device,
+                "title": f"{platform}{without}, on {job.device}", "platform": platform,
+                "folder": str(folders()[platform][0]), "device": job.device,
                 "runner": job.runner, "hosted": job.hosted, "install": job.install, "without": job.without,
                 "environment": job.environment, "whole": job.whole, "library": claim.library,
                 "tests": ["tests"] if job.whole else [str(p) for p in tests],

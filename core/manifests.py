@@ -86,10 +86,15 @@ def find_file(found: Found) -> Path:
 def read_claim(found: Found) -> Claim:
     """A platform's manifest file. Raises `RegistrationError` that names the file and everything wrong with it."""
     path = find_file(found)
+    if not path.is_file():
+        raise RegistrationError(f"platform {found.name!r} has no {FILE} beside its module ({path})")
+    return read_file(path)
+
+
+def read_file(path: Path) -> Claim:
+    """A manifest file, as `read_claim`."""
     try:
         claim = msgspec.convert(tomllib.loads(path.read_text("utf-8")), Claim)
-    except FileNotFoundError:
-        raise RegistrationError(f"platform {found.name!r} has no {FILE} beside its module ({path})") from None
     except (OSError, ValueError) as error:  # msgspec's and tomllib's errors are ValueErrors
         raise RegistrationError(f"{path}: {error}") from error
     problems = _problems(claim)

@@ -28,6 +28,8 @@ from isthmus.core.errors import ConfigError, RequestError
 
 from .checkpoints import as_gguf, tiny_llama_gguf, tiny_llama_metadata, tiny_weights, write_gguf
 
+COST = 10  # seconds
+
 
 @pytest.fixture(autouse=True)
 def no_settings_from_outside(monkeypatch):

@@ -12,6 +12,8 @@ import pytest
 
 from .soak import start_server
 
+COST = 120  # seconds
+
 ROOT = Path(__file__).resolve().parent.parent
 CASES = Path(os.environ.get("ISTHMUS_CASES", ROOT.parent / "shared" / "cases"))
 KEY = "handed-cases-key"

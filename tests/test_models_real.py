@@ -16,6 +16,8 @@ from isthmus.platforms.expand import expand
 
 from .harness import Runner
 
+COST = 60  # seconds
+
 COUNT, PROMPT = 64, 8
 LOGIT_ERROR = 5e-3  # float32 sums in another order, through 30 layers, on logits of up to 60
 OPENINGS = ["The history of {} begins a long time ago, in", "Why {} matters, explained in one short paragraph:",

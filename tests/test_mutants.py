@@ -10,6 +10,8 @@ from .cache_machine import CacheMachine
 from .mutants import CACHE, SCHEDULER, Mutant
 from .scheduling import random_run
 
+COST = 15  # seconds
+
 SEARCH = settings(max_examples=400, stateful_step_count=40, deadline=None, database=None, derandomize=True,
                   phases=[Phase.generate], report_multiple_bugs=False, suppress_health_check=list(HealthCheck))
 CAUGHT = (AssertionError, LookupError, ValueError, FlakyFailure)  # a check, or a crash: either fails a test

@@ -12,6 +12,8 @@ from isthmus.core.messages import pack_ids
 from .clients import FORMS, collect, importable_fakes, make, request, text, until, with_client  # noqa: F401
 from .fake_engine import BUG, FULL, REFUSE
 
+COST = 6  # seconds
+
 
 @pytest.mark.parametrize("form", FORMS)
 def test_texts_arrive_in_order_and_counts_are_right(form):

@@ -5,6 +5,8 @@ import pytest
 
 from .soak import soak
 
+COST = 120  # seconds
+
 
 @pytest.mark.slow
 def test_clients_that_hang_up_leave_nothing_behind():
