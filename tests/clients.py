@@ -11,6 +11,7 @@ from isthmus.core.messages import SamplingParams, Submit, TextOutput, Watch, pac
 from isthmus.core.processes.in_process import InProcessClient
 from isthmus.core.processes.three import ProcessClient
 
+from .effort import SOON
 from .fake_engine import ByteTokenizer, FakeEngine
 
 FORMS = ("in-process", "processes")
@@ -28,7 +29,7 @@ def make(form: str, model: str = "m", **scheduler):
     return ProcessClient(config, "fake_engine:FakeEngine", "fake_engine:ByteTokenizer")
 
 
-def with_client(form: str, body, timeout: float = 30, **scheduler):
+def with_client(form: str, body, timeout: float = 2 * SOON, **scheduler):
     """Run `body(client)` on a started client and close it, whatever happens."""
     async def main():
         client = make(form, **scheduler)
@@ -54,8 +55,8 @@ def text(outputs: list[TextOutput]) -> str:
     return "".join(o.text for o in outputs)
 
 
-async def until(condition, seconds: float = 5.0) -> None:
-    end = time.monotonic() + seconds
+async def until(condition) -> None:
+    end = time.monotonic() + SOON
     while not await condition():
         assert time.monotonic() < end, "did not happen in time"
         await asyncio.sleep(0.01)

@@ -153,6 +153,18 @@ def test_draining_takes_no_new_request_and_lets_running_ones_end(form):
 
 
 @pytest.mark.parametrize("form", FORMS)
+def test_draining_does_not_wait_for_who_reads_nothing_of_what_has_ended(form, monkeypatch):
+    monkeypatch.setattr("isthmus.core.processes.client.UNREAD_S", 0.3)
+
+    async def body(client):
+        submit, watch = request("unread", b"x", max_tokens=50)
+        async with aclosing(client.generate(submit, watch)) as outputs:
+            await anext(outputs)
+            assert not await client.drain(10**6)
+    with_client(form, body)
+
+
+@pytest.mark.parametrize("form", FORMS)
 def test_before_start_and_after_close_there_is_a_clear_answer(form):
     async def main():
         client = make(form)

@@ -43,15 +43,25 @@ def _joined_logprobs(parts: Sequence[Logprobs]) -> Logprobs:
 
 class Backlog:
     """Outputs of one request for one reader. A reader that has fallen behind gets what waits in few large pieces, and
-    never holds up the event loop: `get` gives the others a turn each time."""
+    never holds up the event loop: `get` gives the others a turn each time.
+
+    ended: the last output has arrived, though it may wait.
+    """
 
     def __init__(self) -> None:
         self._items: deque[TextOutput | IsthmusError] = deque()
         self._arrived = asyncio.Event()
+        self.ended = False
+
+    @property
+    def unread(self) -> int:
+        """Outputs that wait."""
+        return len(self._items)
 
     def put(self, item: TextOutput | IsthmusError) -> None:
         """Add an output, or the error that ends them."""
         self._items.append(item)
+        self.ended = self.ended or isinstance(item, IsthmusError) or item.finish is not None
         self._arrived.set()
 
     async def get(self) -> TextOutput:

@@ -29,6 +29,7 @@ from .backlog import Backlog
 ProgressCall = Callable[[str, int, int], None]  # stage, done, total
 
 PING_S = 2.0         # between two questions how the engine is; it answers between two steps
+UNREAD_S = 3.0       # how long a reader of an ended request may rest while all others have been served
 IDLE_SILENCE_S = 10  # an engine without requests answers long before that
 PULSE = "pulse"      # the token of those questions
 STOPPING = "the server is shutting down and takes no new requests"
@@ -138,14 +139,18 @@ class EngineClient(ABC):
 
     async def drain(self, timeout: float) -> bool:
         """Take no new request and wait until the running ones have ended; those left after `timeout` s are aborted, and
-        who waits for them gets `EngineStopped`.
+        who waits for them gets `EngineStopped`. Readers that take nothing of what has ended are not waited for.
 
         True if all ended by themselves.
         """
         self.draining = True
         loop = asyncio.get_running_loop()
         end = loop.time() + timeout
-        while self._streams and self._state == "ready" and loop.time() < end:
+        unread, moved = -1, loop.time()
+        while self._streams and self._state == "ready" and loop.time() < min(end, moved + UNREAD_S):
+            now = sum(backlog.unread for backlog in self._streams.values())
+            if now != unread or not all(backlog.ended for backlog in self._streams.values()):
+                unread, moved = now, loop.time()
             await asyncio.sleep(0.02)
         left = tuple(self._streams)
         if left and self._state == "ready":

@@ -14,7 +14,11 @@ MAX_CONNECTIONS = 4096
 SPARE_FILES = 100    # descriptors that are not connections
 MAX_HEAD = 65536     # bytes of an unfinished head, and of anything else that does not end
 PATIENCE_S = 30.0    # for a whole head, and for each next piece of a body
+BODY_RATE = 2**16    # bytes of a body that must come in a second, on average, after that
+MAX_UNREAD = 2**26   # bytes of a body that are thrown away so that its sender comes to read why
 STALL_S = 60.0       # for a client to take some of what waits to be sent to it
+LEAST_TAKEN = 2**14  # bytes; all when less is waiting
+LAST_S = 1.5         # the same when the server ends; before uvicorn would cancel what still answers
 
 log = logging.getLogger(__name__)
 
@@ -33,14 +37,16 @@ class Connection(HttpToolsProtocol):
     """uvicorn's protocol, which by itself waits for ever and takes heads of any size.
 
     A step is a complete head, a piece of a body or its end. What comes without a step is counted in bytes, and while
-    the server waits for the client the next step must come in time. When more waits to be sent than the transport's
-    limit, nothing is added until the client has taken it, which it must go on doing.
+    the server waits for the client the next step must come in time; so must a body as a whole. When more waits to be
+    sent than the transport's limit, nothing is added until the client has taken it, which it must go on doing, also
+    when its answer is complete.
     """
 
     def __init__(self, *arguments: Any, **more: Any):
         super().__init__(*arguments, **more)
         self._stepped = False
         self._bytes = 0  # received since the last step
+        self._in_body, self._body, self._began = False, 0, 0.0  # of the last request: bytes so far, and since when
         self._deadline: asyncio.TimerHandle | None = None
         self._stall: asyncio.TimerHandle | None = None
         self._unsent = 0  # bytes that waited to be sent when the client last took some
@@ -65,6 +71,16 @@ class Connection(HttpToolsProtocol):
     def resume_writing(self) -> None:
         self._stop_stall()
         super().resume_writing()
+        if self.cycle is not None and self.cycle.response_complete:
+            self._watch_stall()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._watch_stall()
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        self.loop.call_later(LAST_S, self.transport.abort)
 
     def data_received(self, data: bytes) -> None:
         self._stepped = False
@@ -78,15 +94,19 @@ class Connection(HttpToolsProtocol):
             self._wait()
 
     def on_headers_complete(self) -> None:
-        self._stepped = True
+        self._stepped = self._in_body = True
+        self._body, self._began = 0, self.loop.time()
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
         self._stepped = True
+        self._body += len(body)
         super().on_body(body)
+        if self.cycle.response_complete and self._body > MAX_UNREAD:
+            self.transport.close()
 
     def on_message_complete(self) -> None:
-        self._stepped = True
+        self._stepped, self._in_body = True, False
         super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
@@ -100,13 +120,21 @@ class Connection(HttpToolsProtocol):
             body = encode_error(error)
             fields = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
             self.transport.write(STATUS_LINE[error.status] + fields + body)
+        self._leave()
+
+    def _leave(self) -> None:
         self.transport.close()
+        self._watch_stall()
 
     def _wait(self) -> None:
         """Start to wait for the next step, unless it is for the server to act."""
         self._stop_waiting()
-        if self.cycle is None or self.cycle.more_body or self.cycle.response_complete:
-            self._deadline = self.loop.call_later(PATIENCE_S, self._too_late)
+        patience = PATIENCE_S
+        if self._in_body:
+            whole = self._began + PATIENCE_S + self._body / BODY_RATE - self.loop.time()
+            patience = min(patience, max(0.0, whole))
+        if self.cycle is None or self._in_body or self.cycle.response_complete:
+            self._deadline = self.loop.call_later(patience, self._too_late)
 
     def _stop_waiting(self) -> None:
         if self._deadline is not None:
@@ -114,8 +142,10 @@ class Connection(HttpToolsProtocol):
             self._deadline = None
 
     def _watch_stall(self) -> None:
+        self._stop_stall()
         self._unsent = self.transport.get_write_buffer_size()
-        self._stall = self.loop.call_later(STALL_S, self._stalled)
+        if self._unsent:
+            self._stall = self.loop.call_later(STALL_S, self._stalled)
 
     def _stop_stall(self) -> None:
         if self._stall is not None:
@@ -123,17 +153,20 @@ class Connection(HttpToolsProtocol):
             self._stall = None
 
     def _stalled(self) -> None:
-        """The end of a client that reads nothing, and with it of its request; a slow one is waited for again."""
-        if self.transport.get_write_buffer_size() < self._unsent:
+        """The end of a client that reads next to nothing, and with it of its request; a slow one is waited for."""
+        taken = self._unsent - self.transport.get_write_buffer_size()
+        if taken >= min(LEAST_TAKEN, self._unsent):
             self._watch_stall()
         else:
-            log.info("a client with %d bytes to read has read none for %g s: closed", self._unsent, STALL_S)
+            log.info("a client with %d bytes to read has read %d in %g s: closed", self._unsent, taken, STALL_S)
             self.transport.abort()
 
     def _too_late(self) -> None:
         if self.flow.read_paused:  # the application has not taken what has come
+            self._body, self._began = 0, self.loop.time()
             self._wait()
-        elif self._bytes or self.cycle is not None and self.cycle.more_body:
-            self.refuse(RequestError(f"the rest of the request did not come within {PATIENCE_S:g} s", status=408))
+        elif self._bytes or self._in_body and not self.cycle.response_complete:
+            self.refuse(RequestError(f"the rest of the request did not come in time: {PATIENCE_S:g} s may pass, and a "
+                                     f"body must come with {BODY_RATE} bytes/s", status=408))
         else:
-            self.transport.close()
+            self._leave()

@@ -15,6 +15,7 @@ from ..errors import Overloaded, RequestError
 MAX_DEPTH = 100            # nesting of a JSON body
 MAX_VALUES = 2_000_000     # values in a JSON body
 MAX_BODIES = 16            # bodies of the largest size that are held at once
+DRAINED = 4                # times the largest size: so much is thrown away before the answer, which is read after it
 FREE_BODY = 65536          # bytes of a body that do not count for that: what a connection holds unread anyway
 MAX_HEADERS = 100          # header fields of a request
 MAX_HEADER_BYTES = 65536   # names and values together
@@ -109,25 +110,32 @@ class Bodies:
             parts[:] = [b"".join(parts)]
             yield parts[0]
         finally:
-            self.held -= _counted(parts)
+            self._release(parts)
 
     async def _receive(self, request: Request, parts: list[bytes]) -> None:
-        """Fill `parts`; raises as soon as the declared or the real size is over a limit."""
+        """Fill `parts`. What is too large is thrown away before it is refused: most clients send all before they read,
+        and would find the connection reset. But not when it is far too large, or the client waits for a go-ahead."""
         declared = request.headers.get("content-length", "")
-        if declared.isdecimal() and int(declared[:20]) > self.most:
-            raise too_large(declared[:20], self.most)
+        announced = int(declared[:20]) if declared.isdecimal() else 0
+        if announced > (self.most if "expect" in request.headers else DRAINED * self.most):
+            raise too_large(str(announced), self.most)
         size = 0
         async for part in request.stream():
             size += len(part)
-            if size > self.most:
-                raise too_large(f"at least {size}", self.most)
+            if max(size, announced) > self.most:
+                self._release(parts)
+                if size > DRAINED * self.most:
+                    break
+                continue
             more = max(0, min(len(part), size - FREE_BODY))
             if self.held + more > self.total:
                 raise Overloaded(f"the request bodies that are being received hold {self.held} bytes, more than "
                                  f"{self.total} are not taken at once", status=503)
             self.held += more
             parts.append(part)
+        if max(size, announced) > self.most:
+            raise too_large(f"at least {max(size, announced)}", self.most)
 
-
-def _counted(parts: list[bytes]) -> int:
-    return max(0, sum(map(len, parts)) - FREE_BODY)
+    def _release(self, parts: list[bytes]) -> None:
+        self.held -= max(0, sum(map(len, parts)) - FREE_BODY)
+        parts.clear()
