@@ -29,10 +29,10 @@ def embed_case(name: str, dtype: str) -> OpCase:
 
 
 def linear_case(formats: tuple[str, ...], tokens: int, width: int, dtype: str, bias: bool = False,
-                role: str = "linear") -> OpCase:
-    """Parts of 48, 16, 80 ... outputs stacked."""
+                role: str = "linear", outputs: tuple[int, ...] = (48, 16, 80)) -> OpCase:
+    """Parts of `outputs` stacked."""
     def make(rng: np.random.Generator) -> tuple:
-        made = [quantized(rng, name, ((48, 16, 80)[i], width)) for i, name in enumerate(formats)]
+        made = [quantized(rng, name, (outputs[i], width)) for i, name in enumerate(formats)]
         dense = np.concatenate([values for _, values in made])
         x, b = normal(rng, (tokens, width), dtype), normal(rng, (len(dense),), dtype)
         weights = {"x": table(x), "w": parts([raw for raw, _ in made], role)}
@@ -43,6 +43,7 @@ def linear_case(formats: tuple[str, ...], tokens: int, width: int, dtype: str, b
             return ops.linear(ops.embed(batch.tokens, w["x"]), w["w"], w.get("b"))
         return weights, forward, token_batch(tokens), x @ dense.T + (b if bias else 0)
     kind = f"{'+'.join(formats)},T{tokens}" + ",bias" * bias + f",{role}" * (role != "linear")
+    kind += f",{outputs[0]}_outputs" * (outputs[0] != 48)
     exact = all(name in ("f32", "f16", "bf16") for name in formats)
     return single(kind, "linear", dtype, make, {"format": formats[0]}, (NMSE if exact else QUANTIZED_NMSE)[dtype])
 
@@ -63,6 +64,9 @@ def linear_cases(dtype: str) -> Iterator[OpCase]:
     yield linear_case(("q8_0",), 4, 576, dtype, role="embed")
     yield linear_case(("affine4_64",), 4, 576, dtype, role="embed")
     yield linear_case(("bf16",), 4, 64, dtype, role="embed")
+    for name in ("f32", "q4_1", "q8_0", "affine4_64"):  # a router's, and the gate of a shared expert
+        yield linear_case((name,), 3, 256, dtype, outputs=(10,))
+        yield linear_case((name,), 3, 256, dtype, outputs=(1,))
 
 
 # Norms, rotation, activations.

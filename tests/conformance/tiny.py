@@ -34,17 +34,19 @@ KINDS: dict[str, dict[str, Any]] = {
                "final_logit_softcapping": 20.0, "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True,
                "layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "rope_theta": 1e6,
                "rope_local_base_freq": 1e4},
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen2_moe": {"model_type": "qwen2_moe", "head_dim": 16, "num_experts": 6, "num_experts_per_tok": 2,
                   "moe_intermediate_size": 64, "shared_expert_intermediate_size": 32, "norm_topk_prob": False},
     "qwen3_moe": {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32,
                   "norm_topk_prob": True, "mlp_only_layers": [0], "tie_word_embeddings": True},
 }
-MODEL_FEATURES = {"gemma3": ("sliding_window",), "qwen2_moe": ("moe",), "qwen3_moe": ("moe",)}
+SPARSE = ("mixtral", "qwen2_moe", "qwen3_moe")
+MODEL_FEATURES = {"gemma3": ("sliding_window",)} | dict.fromkeys(SPARSE, ("moe",))
 
 
 def in_dtypes(kind: str, dtypes: tuple[str, ...]) -> tuple[str, ...]:
     """Those in which the model can be compared: in bf16 rounding chooses other experts, whose output is another."""
-    return tuple(dtype for dtype in dtypes if dtype != "bf16" or "num_experts" not in KINDS[kind])
+    return tuple(dtype for dtype in dtypes if dtype != "bf16" or kind not in SPARSE)
 
 
 def config_of(kind: str) -> dict[str, Any]:
@@ -71,7 +73,9 @@ def shapes(config: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
         if kind in ("qwen3", "qwen3_moe", "gemma3_text"):
             yield f"{prefix}self_attn.q_norm.weight", (dim,)
             yield f"{prefix}self_attn.k_norm.weight", (dim,)
-        if "num_experts" in config and layer not in config.get("mlp_only_layers", ()):
+        if kind == "mixtral":
+            yield from mixtral_shapes(config, f"{prefix}block_sparse_moe.")
+        elif "num_experts" in config and layer not in config.get("mlp_only_layers", ()):
             yield from expert_shapes(config, f"{prefix}mlp.")
         else:
             yield from gated_shapes(f"{prefix}mlp.", hidden, wide)
@@ -85,6 +89,14 @@ def gated_shapes(prefix: str, hidden: int, wide: int) -> Iterator[tuple[str, tup
     yield f"{prefix}gate_proj.weight", (wide, hidden)
     yield f"{prefix}up_proj.weight", (wide, hidden)
     yield f"{prefix}down_proj.weight", (hidden, wide)
+
+
+def mixtral_shapes(config: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+    hidden, wide = config["hidden_size"], config["intermediate_size"]
+    yield f"{prefix}gate.weight", (config["num_local_experts"], hidden)
+    for expert in range(config["num_local_experts"]):
+        for name, shape in (("w1", (wide, hidden)), ("w3", (wide, hidden)), ("w2", (hidden, wide))):
+            yield f"{prefix}experts.{expert}.{name}.weight", shape
 
 
 def expert_shapes(config: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, tuple[int, ...]]]:
