@@ -27,6 +27,7 @@ from isthmus.core.cli.terminal import WordWrap, is_open_block, quiet_terminal
 from isthmus.core.errors import ConfigError, RequestError
 
 from .checkpoints import as_gguf, tiny_llama_gguf, tiny_llama_metadata, tiny_weights, write_gguf
+from .effort import SOON
 
 COST = 10  # seconds
 
@@ -336,7 +337,7 @@ def test_chat_against_a_server(canned):
             [p async for p in backend.stream("break", {}, Turn(0))]
         async with aclosing(backend.stream("endless", {}, Turn(0))) as endless:
             assert await anext(endless) == "endless "
-        assert await asyncio.to_thread(canned.left.wait, 5), "leaving early must close the connection"
+        assert await asyncio.to_thread(canned.left.wait, SOON), "leaving early must close the connection"
         return backend.name, pieces, raw, turn
     name, pieces, raw, turn = asyncio.run(body())
     assert name.startswith("canned at ") and pieces == ["one ", "two "] and raw == ["raw ", "text "]

@@ -1,6 +1,5 @@
 """GGUF files, whole, split, damaged and hostile, and what their metadata means."""
 import struct
-import time
 import tracemalloc
 from pathlib import Path
 
@@ -29,6 +28,7 @@ from .checkpoints import (
     tiny_weights,
     write_gguf,
 )
+from .effort import at_most
 
 U64, MEBI = struct.Struct("<Q").pack, 1 << 20
 LLAMA = {"general.architecture": "llama"}
@@ -108,10 +108,8 @@ def test_a_hostile_file_is_refused_at_once_with_what_is_wrong(case, tmp_path):
     path = tmp_path / "bad.gguf"
     path.write_bytes(data)
     tracemalloc.start()
-    start = time.perf_counter()
-    with pytest.raises(CheckpointError, match=words) as error:
+    with at_most(1), pytest.raises(CheckpointError, match=words) as error:
         read_gguf(path)
-    assert time.perf_counter() - start < 1
     assert tracemalloc.get_traced_memory()[1] < MEBI
     tracemalloc.stop()
     assert "bad.gguf" in str(error.value)
@@ -179,9 +177,8 @@ def test_a_truncated_file_is_refused(tmp_path, cut):
 def test_a_vocabulary_of_262144_is_read_fast(tmp_path):
     tokens = [f"token{i}" for i in range(262144)]
     path = write_gguf(tmp_path / "v.gguf", {**LLAMA, "tokenizer.ggml.tokens": tokens})
-    start = time.perf_counter()
-    assert read_gguf(path).metadata["tokenizer.ggml.tokens"] == tokens
-    assert time.perf_counter() - start < 1
+    with at_most(2):
+        assert read_gguf(path).metadata["tokenizer.ggml.tokens"] == tokens
 
 
 SEED = gguf_bytes({**LLAMA, "b": True, "f": 1.5, "s": "text", "ints": [1, 2, 3], "words": ["x", "yz"],

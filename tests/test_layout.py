@@ -169,6 +169,31 @@ def test_every_package_is_listed():
     assert listed == folders, f"not listed: {folders - listed}; listed without a module: {listed - folders}"
 
 
+def test_no_test_asserts_that_something_took_little_time_on_the_clock():
+    """On a busy machine all takes long. tests/effort.py bounds the work instead; it alone may wait no longer."""
+    found = []
+    for path in sorted((ROOT / "tests").glob("*.py")):
+        if path.name in ("effort.py", "clients.py"):
+            continue
+        clocks = {name for node in ast.walk(tree(path)) if isinstance(node, ast.Assign) for target in node.targets
+                  if _reads_clock(node.value) for name in _names(target)}
+        found += [f"{name(path)}:{node.lineno} {ast.unparse(node)}" for stated in ast.walk(tree(path))
+                  if isinstance(stated, ast.Assert) for node in ast.walk(stated.test) if isinstance(node, ast.Compare)
+                  for left, op, right in zip([node.left, *node.comparators], node.ops, node.comparators, strict=False)
+                  if isinstance(op, ast.Lt | ast.LtE) and (_reads_clock(left) or _names(left) & clocks)
+                  or isinstance(op, ast.Gt | ast.GtE) and (_reads_clock(right) or _names(right) & clocks)]
+    assert not found, found
+
+
+def _reads_clock(node: ast.AST) -> bool:
+    return any(isinstance(n, ast.Call) and ast.unparse(n.func) in (
+        "time.monotonic", "time.perf_counter", "time.time", "perf_counter", "monotonic") for n in ast.walk(node))
+
+
+def _names(node: ast.AST) -> set[str]:
+    return {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
+
+
 def test_the_neck_is_as_narrow_as_designed():
     neck = tree(ROOT / "core" / "platform.py")
     methods = {node.name: [f.name for f in node.body if isinstance(f, ast.FunctionDef)] for node in neck.body

@@ -12,9 +12,13 @@ import openai
 import pytest
 import uvicorn
 from isthmus.core.errors import EngineDead
+from isthmus.core.server.threads import LARGE, SMALL
 from starlette.testclient import TestClient
 
+from .effort import SOON, until
 from .fake_client import TEXT, drive, make_app
+
+COST = 12  # seconds
 
 HI = [{"role": "user", "content": "Hi"}]
 PATHS = {"/v1/chat/completions": {"messages": HI}, "/v1/completions": {"prompt": "x"}, "/generate": {"text": "x"}}
@@ -26,9 +30,9 @@ def body_of(path: str, **more) -> bytes:
 
 
 def run(made, path: str, hang_up=None, **more) -> list[dict]:
-    """The ASGI messages of one POST; fails after 5 s."""
+    """The ASGI messages of one POST."""
     async def timed():
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(SOON):
             return await drive(made.app, path, body_of(path, **more), hang_up)
     return asyncio.run(timed())
 
@@ -91,8 +95,8 @@ def test_comments_while_silent(hold):
 
 
 def test_no_comments_while_tokens_flow_or_when_off():
-    made = make_app(server={"sse_ping": 0.2}, delay=0.002)
-    assert ": ping" not in text(run(made, "/v1/chat/completions", stream=True))
+    made = make_app(server={"sse_ping": 1}, delay=0.005)  # two seconds of tokens
+    assert ": ping" not in text(run(made, "/v1/chat/completions", stream=True, ignore_eos=True))
     silent = make_app(server={"sse_ping": 0})
     silent.client.hold = 3
     start = time.monotonic()
@@ -180,7 +184,7 @@ def test_an_abort_by_the_server_is_an_error_to_the_client(stream):
         assert json.loads(sent[1]["body"]) == {"aborted": 1}
         return await call
 
-    sent = asyncio.run(asyncio.wait_for(scenario(), 5))
+    sent = asyncio.run(asyncio.wait_for(scenario(), SOON))
     assert json.loads(text(sent).split("data: ")[-1])["error"]["code"] == "aborted"
     if not stream:
         assert sent[0]["status"] == 503 and (b"x-should-retry", b"false") in sent[0]["headers"]
@@ -281,9 +285,7 @@ def test_closed_sockets_abort(live):
         thread.start()
     for thread in threads:
         thread.join()
-    deadline = time.monotonic() + 5
-    while (live.client.waiting or live.app.state.server.running) and time.monotonic() < deadline:
-        time.sleep(0.01)
+    until(lambda: not live.client.waiting and not live.app.state.server.running)
     assert live.client.waiting == 0 and live.app.state.server.running == {}
     ids = {s.id for s in live.client.submits[before:]}
     assert len(ids) == 40 and ids <= set(live.client.aborts)
@@ -303,5 +305,6 @@ def test_lifespan_ends_the_threads():
     made = make_app()
     with TestClient(made.app):
         pass
-    with pytest.raises(RuntimeError, match="shutdown"):
-        made.app.state.server.threads._pool.submit(len, "")
+    for size in (SMALL + 1, LARGE + 1):
+        with pytest.raises(RuntimeError, match="shutdown"):
+            asyncio.run(made.app.state.server.threads.run(lambda: None, size))

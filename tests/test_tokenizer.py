@@ -14,7 +14,10 @@ from isthmus.core.weights.gguf import read_gguf
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Library
 
+from .effort import at_most
 from .vocabularies import CONTROL, USER, byte_level, sentencepiece, tokenizer_of
+
+COST = 12  # seconds
 
 VECTORS = Path(__file__).resolve().parent.parent.parent / "shared/data/llama_cpp_models/models"
 MARK = "<|im_end|>"
@@ -106,9 +109,9 @@ def test_the_longest_token_bounds_a_text(tokenizer):
 @pytest.mark.parametrize("parse", [False, True])
 def test_long_texts_take_linear_time(tokenizer, spm, text, parse):
     def seconds(subject, text):
-        start = time.perf_counter()
+        start = time.process_time()  # in the library's threads too
         subject.encode(text, parse_special=parse)
-        return time.perf_counter() - start
+        return time.process_time() - start
 
     for subject in (tokenizer, spm):
         short = min(seconds(subject, text[:len(text) // 10]) for _ in range(3))
@@ -173,9 +176,8 @@ def test_guard_is_linear_in_hostile_text():
     metadata["tokenizer.ggml.token_type"] += [CONTROL] * count
     tokenizer = tokenizer_of(metadata)
     tokenizer.guard("")
-    start = time.perf_counter()
-    assert tokenizer.guard("<|" * 50_000) == "<|" * 50_000
-    assert time.perf_counter() - start < 2
+    with at_most(2):
+        assert tokenizer.guard("<|" * 50_000) == "<|" * 50_000
     assert tokenizer.encode(tokenizer.guard("<|unused77|>"), parse_special=True).tolist() == \
         tokenizer.encode("<|unused77|>").tolist()
 
