@@ -36,7 +36,7 @@ from isthmus.platforms.tpu import attention_kernel, matmul_kernel, quant, sampli
 from isthmus.platforms.tpu.graph import pack, pack_sampling, unpack  # noqa: E402
 from isthmus.platforms.tpu.platform import Platform  # noqa: E402
 
-COST = 90  # seconds
+COST = 60  # seconds
 SPEC = StateSpec((LayerState(2, 32), LayerState(1, 64)), "f32", 16, 8)
 HOST = {"backend": "cpu", "compile_cache": "off"}
 
@@ -183,10 +183,8 @@ def test_packed_arrays_come_back_bit_by_bit():
 
 # Kernels, interpreted.
 
-KERNEL_CASES = ("attention[gqa,6/2x32,page16,f32]", "attention[window7,4/2x32,page16,bf16]",
-                "attention[page0_nan,4/2x32,page16,f32]", "moe[softmax,f32]", "moe[ties,sigmoid,f32]",
-                "moe[softmax,q4_1,bf16]", "linear[q4_1+q4_1+q4_1,T3,bias,f32]", "linear[q8_0,T33,bf16]",
-                "linear[q8_0+q8_0,T3,f32]")
+KERNEL_CASES = ("moe[softmax,f32]", "moe[ties,sigmoid,f32]", "moe[softmax,q4_1,bf16]",
+                "linear[q4_1+q4_1+q4_1,T3,bias,f32]", "linear[q8_0,T33,bf16]", "linear[q8_0+q8_0,T3,f32]")
 COMPOSED_CASES = ("moe[softmax,q4_1,f32]", "linear[q4_0,T2,bias,f32]", "linear[q8_0,T1,bf16]")
 
 
@@ -233,8 +231,11 @@ def test_the_attention_kernel_over_blocks_that_rows_share(interpret):
     rng, page = np.random.default_rng(1), 16
     batch = jax.tree.map(jnp.asarray, ragged([1, 1, 5, 40, 25], [100, 1, 17, 128, 25], page, 40, 5))
     q = jnp.asarray(rng.normal(size=(77, 4, 32)), jnp.float32)
-    cache = jnp.asarray(rng.normal(size=(40, page, 128)), jnp.float32)
-    spec = AttentionSpec(0.2, 50, 4.0)
+    cache = np.asarray(rng.normal(size=(40, page, 128)), np.float32)
+    cache[0] = np.nan  # nobody's page is never read, and what lies after a row's last token does not count
+    for row, length in enumerate([100, 1, 17, 128, 25]):
+        cache[np.asarray(batch.pages)[row, (length - 1) // page], (length - 1) % page + 1:] = np.nan
+    spec, cache = AttentionSpec(0.2, 50, 4.0), jnp.asarray(cache)
     how = pltpu.InterpretParams() if interpret == "params" else True
     items = attention_kernel.Items.of(batch)
     got = attention_kernel.ragged_attention(q, cache, batch, items, spec, how)
@@ -387,14 +388,14 @@ def test_ranks_share_stacked_parts_biases_and_groups():
         y = ops.linear(ops.embed(batch.tokens, w["x"]), w["up"])
         assert y.shape == (5, 24)
         a, b = y[:, :16], y[:, 16:]
-        wide = jnp.concatenate([a, b, b, a, b, a], 1)  # any 96 inputs that differ by rank
+        wide = jnp.concatenate([a, b] * 4, 1)  # any 96 inputs that differ by rank
         return ops.all_reduce(ops.linear(wide, w["down"], w["bias"]))
 
     got = two.compile(forward, weights, None)(two.alloc(SPEC, 7), token_batch(5))[0].collect()
     expected = np.tile(dense_bias, (5, 1))
     for rank in range(2):
         a, b = (dense_x @ np.split(values, 2)[rank].T for _, values in parts)
-        expected += np.concatenate([a, b, b, a, b, a], 1) @ np.split(dense_down, 2, 1)[rank].T
+        expected += np.concatenate([a, b] * 4, 1) @ np.split(dense_down, 2, 1)[rank].T
     np.testing.assert_allclose(got, expected, rtol=1e-3, atol=1e-3)
 
 
