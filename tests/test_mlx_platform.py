@@ -55,7 +55,7 @@ def table(platform: Any, rows: int = 8, width: int = 64) -> Any:
 # Life cycle.
 
 def test_options_and_ranks_are_refused_with_the_way_out():
-    with pytest.raises(Unavailable, match="no option speed; it has memory_share"):
+    with pytest.raises(Unavailable, match="no option speed; it has memory_share, threads"):
         Platform({"speed": "9"}).probe()
     for bad in ("0", "-1", "much", "1.5", "nan"):
         with pytest.raises(Unavailable, match="over 0 up to 1"):

@@ -143,8 +143,7 @@ def attend_gathered(q: mx.array, cache: mx.array, spec: AttentionSpec, pages: mx
     for start in range(0, count, step):
         some = slice(start, start + step)
         keys = first[some, None] * page_size + mx.arange(context)
-        k, v = _gather(cache, pages[some], page_size)
-        parts.append(_softmax_rows(q[some], k, v, keys, positions[some], spec, device))
+        parts.append(_attend_some(q[some], cache, pages[some], keys, positions[some], spec, page_size, device))
     return parts[0] if len(parts) == 1 else mx.concatenate(parts)
 
 
@@ -157,17 +156,22 @@ def window_pages(pages: mx.array, lowest: mx.array, window: int, queries: int,
     return mx.take_along_axis(pages, columns, axis=1), first
 
 
-def _gather(cache: mx.array, pages: mx.array, page_size: int) -> tuple[mx.array, mx.array]:
-    """K and V of page tables [N, P], each [N, kv_heads, P * page_size, d]."""
+def _gather(cache: mx.array, pages: mx.array, needed: mx.array, page_size: int,
+            dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
+    """K and V of page tables [N, P], each [N, kv_heads, P * page_size, d], with zeros where nothing is needed [N, S].
+
+    What no query sees may be anything, even NaN, which a weight of 0 would not stop.
+    """
     both, _, dim = cache.shape
     blocks = mx.take(cache.reshape(both, -1, page_size * dim), pages.flatten(), axis=1)
-    blocks = blocks.reshape(both, len(pages), -1, dim).swapaxes(0, 1)
+    blocks = blocks.reshape(both, *needed.shape, dim)
+    blocks = mx.where(needed[None, :, :, None], blocks.astype(dtype), mx.zeros((), dtype)).swapaxes(0, 1)
     return blocks[:, :both // 2], blocks[:, both // 2:]
 
 
-def _softmax_rows(q: mx.array, k: mx.array, v: mx.array, keys: mx.array, positions: mx.array, spec: AttentionSpec,
-                  device: Device) -> mx.array:
-    """q [N, Q, heads, d], k and v [N, kv_heads, S, d] of positions keys [N, S]; scores in float32."""
+def _attend_some(q: mx.array, cache: mx.array, pages: mx.array, keys: mx.array, positions: mx.array,
+                 spec: AttentionSpec, page_size: int, device: Device) -> mx.array:
+    """As `attend_gathered`, with pages of positions keys [N, S]; scores in float32."""
     count, queries, heads, dim = q.shape
     behind = positions[:, :, None] - keys[:, None]
     seen = behind >= 0
@@ -175,18 +179,17 @@ def _softmax_rows(q: mx.array, k: mx.array, v: mx.array, keys: mx.array, positio
     if spec.window is not None:
         seen = seen & (behind < spec.window)
         needed = needed & (keys > positions[:, :1] - spec.window)
-    # What no query sees may be anything, even NaN, which a weight of 0 would not stop.
-    k, v = (mx.where(needed[:, None, :, None], part, mx.zeros((), part.dtype)) for part in (k, v))
     seen = (seen | (positions < 0)[:, :, None])[:, None]  # a query that nobody owns sees zeros
-    if device.metal and spec.softcap is None:
-        out = mx.fast.scaled_dot_product_attention(q.swapaxes(1, 2), k.astype(q.dtype), v.astype(q.dtype),
-                                                   scale=spec.scale, mask=seen)
+    fused = device.metal and spec.softcap is None
+    k, v = _gather(cache, pages, needed, page_size, q.dtype if fused else mx.float32)
+    if fused:
+        out = mx.fast.scaled_dot_product_attention(q.swapaxes(1, 2), k, v, scale=spec.scale, mask=seen)
         return out.swapaxes(1, 2)
     shared = heads // k.shape[1]
     grouped = (q.astype(mx.float32) * spec.scale).swapaxes(1, 2).reshape(count, k.shape[1], shared * queries, dim)
-    scores = (grouped @ k.astype(mx.float32).swapaxes(-1, -2)).reshape(count, heads, queries, -1)
+    scores = (grouped @ k.swapaxes(-1, -2)).reshape(count, heads, queries, -1)
     if spec.softcap is not None:
         scores = mx.tanh(scores / spec.softcap) * spec.softcap
     weights = mx.softmax(mx.where(seen, scores, -mx.inf), axis=-1)
-    out = weights.reshape(count, k.shape[1], shared * queries, -1) @ v.astype(mx.float32)
+    out = weights.reshape(count, k.shape[1], shared * queries, -1) @ v
     return out.reshape(count, heads, queries, dim).swapaxes(1, 2).astype(q.dtype)

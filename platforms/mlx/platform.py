@@ -10,6 +10,8 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import psutil
+
 from ...core.platform import (
     FEATURES,
     INTERFACE_VERSION,
@@ -44,7 +46,8 @@ MEMORY_SHARE = 0.75  # of the working set, unless the option says otherwise
 
 class Platform:
     """One rank, in this process. Options: `memory_share`, the share of the device's working set that weights, K and V
-    and buffers may take together, 0.75 by default."""
+    and buffers may take together, 0.75 by default; `threads` of a host processor, by default one for each physical core
+    that the process may use."""
 
     interface_version = INTERFACE_VERSION
 
@@ -55,9 +58,10 @@ class Platform:
     def probe(self, rank: int = 0, world: int = 1) -> Manifest:
         if world != 1:
             raise Unavailable(f"--platform=mlx runs in a single process for now; {world} ranks were asked for")
-        share = self._memory_share()
+        check_options("mlx", self.options, ("memory_share", "threads"))
+        share, threads = self._memory_share(), self._threads()
         self._line, self._turns = Line("mlx-step"), Turns()
-        return self._line.call(self._claim, share)
+        return self._line.call(self._claim, share, threads)
 
     def supports(self, op: str, **case: Any) -> str | None:
         if op not in OPS and op not in FEATURES:
@@ -114,18 +118,21 @@ class Platform:
         if self._line is not None:
             self._line.close()
 
-    def _claim(self, share: float) -> Manifest:
+    def _claim(self, share: float, threads: int) -> Manifest:
         """On the worker, whose streams all later work uses."""
         gpu = mx.default_device() == mx.Device(mx.gpu)
         metal = gpu and mx.metal.is_available()
         # On a host processor MLX compiles its fused kernels with the system's C++ compiler.
         self._compiling = gpu or shutil.which("g++") is not None
-        self._device, self._budget = Device(metal), Budget(share, metal)
+        streams = () if gpu or threads < 2 else (mx.default_stream(mx.cpu),
+                                                 *(mx.new_stream(mx.cpu) for _ in range(threads - 1)))
+        self._device, self._budget = Device(metal, streams), Budget(share, metal)
         total, free = self._budget.figures()
         info = mx.device_info()
         details = self._budget.details
         details |= {"mlx": mx.__version__, "backend": "Metal" if metal else "GPU" if gpu else "CPU",
                     "architecture": str(info.get("architecture", machine.machine())),
+                    "threads": "1" if gpu else str(threads),
                     "steps": "compiled" if self._compiling else "eager: MLX finds no C++ compiler (g++)",
                     "decode attention": "Metal kernel over pages" if metal else "gathered pages"}
         return Manifest(
@@ -141,7 +148,6 @@ class Platform:
         return self._line
 
     def _memory_share(self) -> float:
-        check_options("mlx", self.options, ("memory_share",))
         asked = self.options.get("memory_share", str(MEMORY_SHARE))
         try:
             share = float(asked)
@@ -150,3 +156,18 @@ class Platform:
         if not 0 < share <= 1:
             raise Unavailable(f"memory_share={asked!r}: a number over 0 up to 1 is needed, such as {MEMORY_SHARE}")
         return share
+
+    def _threads(self) -> int:
+        asked = self.options.get("threads")
+        if asked is None:
+            return physical_cores()
+        if not asked.isdecimal() or not 1 <= int(asked) <= 1024:
+            raise Unavailable(f"threads={asked!r}: a number from 1 to 1024 is needed")
+        return int(asked)
+
+
+def physical_cores() -> int:
+    """Physical cores that this process may run on, as far as the system says."""
+    cores = psutil.cpu_count(logical=False) or 1
+    process = psutil.Process()
+    return min(cores, len(process.cpu_affinity())) if hasattr(process, "cpu_affinity") else cores

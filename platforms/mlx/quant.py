@@ -9,7 +9,7 @@ documentation of `mlx.core.quantize`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 import numpy as np
@@ -23,13 +23,18 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 # Format -> bits of a code, in groups of 32.
 BLOCKS = {"q4_0": 4, "q4_1": 4, "q4_k": 4, "q5_0": 5, "q5_1": 5, "q5_k": 5, "q8_0": 8}
 KEPT = (*BLOCKS, *PACKED)
+SHARED = 1 << 19  # bytes of a matrix from which on its outputs are shared out among streams
 
 
 @dataclass(frozen=True)
 class Device:
-    """What decides between kernels. metal: an Apple GPU, with its own kernels; otherwise compositions run."""
+    """What decides between kernels. metal: an Apple GPU, with its own kernels; otherwise compositions run.
+
+    streams: of a host processor, where each stream is one thread; large products are shared out among them.
+    """
 
     metal: bool
+    streams: tuple[mx.Stream, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -98,6 +103,30 @@ class Affine:
 
 
 @dataclass(frozen=True)
+class Shared:
+    """A matrix whose outputs are computed in shares, one on each stream. `whole` is for lookups by row."""
+
+    whole: Dense | Affine
+    shares: tuple[Dense | Affine, ...]
+    streams: tuple[mx.Stream, ...]
+
+    def product(self, x: mx.array) -> mx.array:
+        """[T, in] -> [T, out]."""
+        outputs = []
+        for share, stream in zip(self.shares, self.streams, strict=True):
+            with mx.stream(stream):
+                outputs.append(share.product(x))
+        return mx.concatenate(outputs, axis=-1)
+
+    def rows(self, ids: mx.array) -> mx.array:
+        """[n] row numbers -> [n, in]."""
+        return self.whole.rows(ids)
+
+    def __str__(self) -> str:
+        return str(self.whole)
+
+
+@dataclass(frozen=True)
 class Experts:
     """One matrix for each expert, in one array with the expert first."""
 
@@ -108,13 +137,15 @@ class Experts:
         return f"{self.count} experts, {self.matrices}"
 
 
-Matrix = Dense | Affine
+Matrix = Dense | Affine | Shared
 Leaf = Vector | Matrix | Experts
 
 
 def arrays(leaf: Leaf) -> list[mx.array]:
     """What a leaf holds on the device."""
     inner = leaf.matrices if isinstance(leaf, Experts) else leaf
+    if isinstance(inner, Shared):
+        return [array for part in (inner.whole, *inner.shares) for array in arrays(part)]
     return [value for value in vars(inner).values() if isinstance(value, mx.array)]
 
 
@@ -131,14 +162,28 @@ def load_weight(raws: Sequence[RawTensor], spec: WeightSpec, dtype: str, device:
         each = by_expert(raws, spec)
         leaf = Experts(_matrix(each, dtype, device, stacked=True), len(each))
     else:
-        leaf = _matrix([raws], dtype, device)
-        if spec.role == "linear" and isinstance(leaf, Dense) and dtype == "f32" and not device.metal:
-            leaf = Dense(mx.contiguous(leaf.values.T), True)
+        leaf = _shared(_matrix([raws], dtype, device), spec, device)
     mx.eval(arrays(leaf))
     return leaf
 
 
-def _matrix(experts: Sequence[Sequence[RawTensor]], dtype: str, device: Device, stacked: bool = False) -> Matrix:
+def _shared(leaf: Dense | Affine, spec: WeightSpec, device: Device) -> Matrix:
+    """The form in which the device multiplies fastest. Shares are views of the whole."""
+    if isinstance(leaf, Dense) and spec.role == "linear" and leaf.values.dtype == mx.float32 and not device.metal:
+        leaf = Dense(mx.contiguous(leaf.values.T), True)
+    held, axis = arrays(leaf), int(isinstance(leaf, Dense) and leaf.transposed)
+    ways = len(device.streams)
+    if ways < 2 or sum(array.nbytes for array in held) < SHARED or held[0].shape[axis] < ways:
+        return leaf
+    mx.eval(held)
+    split = [mx.split(array, [held[0].shape[axis] * way // ways for way in range(1, ways)], axis) for array in held]
+    named = [name for name, value in vars(leaf).items() if isinstance(value, mx.array)]
+    shares = tuple(replace(leaf, **dict(zip(named, parts, strict=True))) for parts in zip(*split, strict=True))
+    return Shared(leaf, shares, device.streams)
+
+
+def _matrix(experts: Sequence[Sequence[RawTensor]], dtype: str, device: Device,
+            stacked: bool = False) -> Dense | Affine:
     """Parts of each expert -> [experts, out, in], or [out, in] of the only one where they are not stacked.
 
     Kept as codes when all parts have the same bits and groups, so that one kernel call serves them.
