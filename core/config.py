@@ -12,6 +12,8 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
+from .errors import shown
+
 SIZE_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
               "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
@@ -23,9 +25,9 @@ def setting(default: Any, help: str, **more: Any) -> Any:
 
 def size_bytes(text: str) -> int:
     """"4GiB" -> 4294967296. Raises ValueError for what is not a number with one of `SIZE_UNITS`."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([A-Za-z]*)\s*", text)
     if not match or match[2].upper() not in SIZE_UNITS:
-        raise ValueError(f"{text!r} is not a size, such as 512MiB, 4GiB or 4GB")
+        raise ValueError(f"{shown(text)} is not a size, such as 512MiB, 4GiB or 4GB")
     return int(float(match[1]) * SIZE_UNITS[match[2].upper()])
 
 

@@ -1,7 +1,23 @@
-"""Reading text files that a user or a model named."""
+"""Files that a user or a model named."""
 from __future__ import annotations
 
 from pathlib import Path
+
+
+def named_path(name: str) -> Path:
+    """The path, with ~ as a home folder where there is such a user."""
+    try:
+        return Path(name).expanduser()
+    except RuntimeError:
+        return Path(name)
+
+
+def is_there(path: Path) -> bool:
+    """Is there such a file or folder? Not where the name is longer than names can be, or may not be looked at."""
+    try:
+        return path.exists()
+    except OSError:
+        return False
 
 
 def read_text(path: Path, limit: int) -> str:

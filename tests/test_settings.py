@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from isthmus.core import env
+from isthmus.core.cli.main import MAX_MESSAGE, main
 from isthmus.core.cli.settings import (
     check_platform,
     list_settings,
@@ -88,9 +89,10 @@ def test_yaml_keys_stand_flat_or_in_groups(tmp_path, text, group, name, value):
     ("port: 1\nserver: {port: 2}", ["c.yaml: port is set twice"]),
     ("platform-option: {threads: null}", ["c.yaml: platform_option: {'threads': None} is not a list of texts"]),
     ("eviction-policy: fifo", ["c.yaml: eviction_policy: 'fifo' is not one of lru"]),
-    ("[" * 100_000, ["c.yaml is nested too deeply"]),
+    ("[" * 60_000, ["c.yaml is nested too deeply"]),
+    ("#" * 70_000, ["c.yaml: the file has more than 65536 characters"]),
     ("max-running-requests: 1000000000", ["max_running_requests: 1000000000 is out of range"]),
-    ("port: true", ["port: True is not a whole number"]),
+    ("port: true", ["port: 'true' is not a whole number"]),
     ("port: 1.5", ["1.5"]),
     ("!!python/object/apply:os.getcwd []", ["could not determine a constructor"]),
 ])
@@ -107,7 +109,7 @@ def test_all_that_is_wrong_is_told_at_once(tmp_path):
         file = write(tmp_path / "c.yaml", "port: 1.5\ndtype: fp8\nhost: a")
         resolve({"page_size": "0"}, {"ISTHMUS_MAX_N": "x"}, file)
     lines = [line.strip() for line in str(caught.value).splitlines()]
-    assert len(lines) == 4 and "port: 1.5 is not" in lines[0] and "dtype: 'fp8'" in lines[1]
+    assert len(lines) == 4 and "port: '1.5' is not" in lines[0] and "dtype: 'fp8'" in lines[1]
     assert lines[2].startswith("ISTHMUS_MAX_N: 'x'") and lines[3].startswith("--page-size: 0")
     with pytest.raises(ConfigError) as caught:
         resolve({}, {}, write(tmp_path / "d.yaml", "prot: 1\nhots: a\nmax-n: 1\nmax_n: 2"))
@@ -150,12 +152,40 @@ def test_a_key_that_is_none_is_refused_wherever_it_is_set(tmp_path):
     """It would mean a server without a lock for somebody who asked for one."""
     with pytest.raises(ConfigError, match="ISTHMUS_API_KEY is set, but holds no key"):
         resolve({}, {"ISTHMUS_API_KEY": " ,, "})
-    for value in ('""', "' , '"):
+    for value in ('""', "' , '", "", "~", "null"):
         with pytest.raises(ConfigError, match="api_key is set, but holds no key"):
             resolve({}, {}, write(tmp_path / "c.yaml", f"api_key: {value}"))
+        with pytest.raises(ConfigError, match="api_key is set, but holds no key"):
+            resolve({}, {}, write(tmp_path / "c.yaml", f"server: {{api_key: {value}}}"))
+    with pytest.raises(ConfigError, match="ISTHMUS_API_KEY is set, but holds no key"):
+        resolve({}, {"ISTHMUS_API_KEY": ""})
+    assert resolve({"api_key": "k"}, {"ISTHMUS_API_KEY": ""}).config.server.api_key == "k"
     for key in ("k", " k", ",k,"):
         assert resolve({}, {"ISTHMUS_API_KEY": key}).config.server.api_key == key
-    assert resolve({}, {}, write(tmp_path / "c.yaml", "api_key: null\nmax_body: 1KiB")).config.server.api_key is None
+
+
+@pytest.mark.parametrize("key", ["0123", "12:30:45", "1_000", "0x10", "1e3", "2024-01-01", "true", "off", "1.10",
+                                 ".inf", "=", "<<"])
+def test_a_text_is_taken_as_it_was_written(tmp_path, key):
+    """YAML by itself reads the key 0123 as the number 83."""
+    text = f"api_key: {key}\nmodel: {{served_model_name: {key}}}"
+    config = resolve({}, {}, write(tmp_path / "c.yaml", text)).config
+    assert (config.server.api_key, config.model.served_model_name) == (key, key)
+
+
+@pytest.mark.parametrize("text", [
+    "a: &a [x, x]\nb: &b [*a, *a]\n" + "\n".join(f"c{i}: &c{i} [{', '.join([f'*c{i - 1}' if i else '*b'] * 9)}]"
+                                                 for i in range(12)) + "\nplatform_option: *c11",
+    "platform_option: &f [*f]", "a: &a {x: 1}\n" + "\n".join(
+        f"b{i}: &b{i} {{<<: [{', '.join([f'*b{i - 1}' if i else '*a'] * 9)}]}}" for i in range(12)),
+    "!!merge <<: {port: 1}", f"port: {'9' * 60_000}", f"dtype: {'x' * 60_000}", f"{'x' * 60_000}: 1",
+    f"max_body: {'9' * 60_000}", f"{'x' * 30_000}: 1\n{'x' * 30_000}: 1"], ids=range(9))
+def test_no_file_makes_a_long_message_or_long_work(tmp_path, capsys, text):
+    file = write(tmp_path / "c.yaml", text)
+    with pytest.raises(ConfigError):
+        resolve({}, {}, file)
+    assert main(["explain", "--config", str(file)]) == 2
+    assert len(capsys.readouterr().err) < MAX_MESSAGE + 100
 
 
 def test_an_empty_variable_is_an_unset_one(tmp_path):

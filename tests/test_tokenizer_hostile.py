@@ -6,11 +6,12 @@ import os
 
 import pytest
 from isthmus.core.errors import CheckpointError, IsthmusError, RequestError
-from isthmus.core.files import read_text
+from isthmus.core.files import is_there, named_path, read_text
 from isthmus.core.text.folder_vocab import MAX_TEMPLATE, MAX_UNUSED, folder_vocab
 from isthmus.core.text.gguf_vocab import gguf_vocab
 from isthmus.core.text.library import library_call
 from isthmus.core.text.tokenizer import Tokenizer
+from isthmus.core.weights.checkpoint import open_checkpoint
 from isthmus.core.weights.gguf_config import translate
 
 from .test_tokenizer import make_folder
@@ -150,3 +151,13 @@ def test_text_files_are_regular_short_and_utf8(tmp_path):
         for odd in (tmp_path / "pipe", tmp_path.__class__("/dev/zero")):
             with pytest.raises(ValueError, match="not a regular file"):
                 read_text(odd, 10)
+
+
+def test_names_that_no_file_can_have(tmp_path):
+    assert not is_there(tmp_path / ("x" * 300)) and is_there(tmp_path)
+    assert str(named_path("~nobody-of-that-name/x")) == "~nobody-of-that-name/x"
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    shard = "x" * 300 + ".safetensors"
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": shard}}))
+    with pytest.raises(CheckpointError, match="lacks 1 of 1 shards"):
+        open_checkpoint(tmp_path)

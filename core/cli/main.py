@@ -9,13 +9,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..env import debug_level
-from ..errors import ConfigError, IsthmusError
+from ..errors import ConfigError, IsthmusError, cut
+from ..files import is_there
 from ..logs import announce, set_up_logging
 from .encoding import accept_every_character
 from .parser import build_parser, find_command, given_settings, overview
 from .settings import Resolved, check_platform, list_settings, resolve, shown, unknown_variables
 
 USAGE, FAILED, INTERRUPTED = 2, 1, 130
+MAX_MESSAGE = 4000  # characters; whatever an error repeats, a terminal shows it
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         if debug_level():
             sys.excepthook(type(error), error, error.__traceback__)
-        announce(f"isthmus: {error}", logging.ERROR)
+        announce(f"isthmus: {cut(str(error), MAX_MESSAGE)}", logging.ERROR)
         return USAGE
 
 
@@ -71,7 +73,7 @@ def _run(argv: list[str]) -> int:
     resolved = None
     if command.groups:
         file = Path(arguments.config) if arguments.config else None
-        if file and not file.is_file():
+        if file and not (is_there(file) and file.is_file()):
             raise ConfigError(f"--config {file}: there is no such file")
         resolved = resolve(given_settings(arguments), os.environ, file)
         if command.name == "serve":

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from ..config import Config, shown_size
 from ..errors import ConfigError
+from ..files import named_path, read_text
 from ..logs import announce
 
 T = TypeVar("T")
@@ -103,12 +104,13 @@ def read_template(config: Config) -> str | None:
     path = config.model.chat_template
     if not path:
         return None
+    from ..text.template import MAX_SOURCE
     try:
-        return Path(path).expanduser().read_text(encoding="utf-8")
+        return read_text(named_path(path), MAX_SOURCE)
     except OSError as error:
         raise ConfigError(f"--chat-template {path}: {(error.strerror or str(error)).lower()}") from None
-    except UnicodeError:
-        raise ConfigError(f"--chat-template {path}: the file is not a text in UTF-8") from None
+    except ValueError as error:
+        raise ConfigError(f"--chat-template {path}: {error}") from None
 
 
 def platform_warning(name: str, rank: int) -> str:

@@ -11,10 +11,14 @@ from typing import Any, get_args, get_type_hints
 
 from ..config import Config, size_bytes
 from ..env import PREFIX, VARIABLES
-from ..errors import ConfigError
+from ..errors import SHOWN, ConfigError, cut
+from ..errors import shown as shown_value
+from ..files import is_there, read_text
 from ..suggest import suggest
 
 SECRET = ("api_key",)
+MAX_FILE = 1 << 16  # characters
+NOTHING = "{} is set, but holds no {}; give one or leave the setting out"
 FLAGS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 
 
@@ -75,7 +79,7 @@ def list_settings() -> dict[str, Setting]:
 def check(setting: Setting, value: Any, label: str) -> Any:
     """The value in the setting's own type. `label` says where it was given; `ConfigError` names it and the way out."""
     if (needs := setting.meta("needs")) and isinstance(value, str) and not value.strip(", \t\r\n"):
-        raise ConfigError(f"{label} is set, but holds no {needs}; give one or leave the setting out")
+        raise ConfigError(NOTHING.format(label, needs))
     if setting.optional and value in (None, ""):
         return None
     try:
@@ -86,7 +90,7 @@ def check(setting: Setting, value: Any, label: str) -> Any:
         raise ConfigError(f"{label}: {error}") from None
     choices, least, most = setting.choices, setting.meta("least"), setting.meta("most")
     if choices and value not in choices:
-        raise ConfigError(f"{label}: {value!r} is not one of {', '.join(choices)}{suggest(value, choices)}")
+        raise ConfigError(f"{label}: {shown_value(value)} is not one of {', '.join(choices)}{suggest(value, choices)}")
     if (least is not None and amount < least) or (most is not None and amount > most):
         limits = f"at least {least}" if most is None else f"between {least} and {most}"
         raise ConfigError(f"{label}: {value} is out of range, it must be {limits}")
@@ -113,7 +117,7 @@ def _convert(kind: type, value: Any) -> Any:
         if isinstance(items, list | tuple) and all(isinstance(item, str) for item in items):
             found = tuple(items)
     if found is None:
-        raise ValueError(f"{value!r} is not {words[kind]}")
+        raise ValueError(f"{shown_value(value)} is not {words[kind]}")
     return found
 
 
@@ -134,7 +138,7 @@ def read_file(path: Path) -> dict[str, Any]:
             if plain not in known or group not in (None, known[plain].group):
                 allowed = [n for n, s in known.items() if group in (None, s.group)] + ([] if group else sorted(groups))
                 place = f" in {group}" if group else ""
-                wrong.append(f"{path}: there is no setting {str(name)!r}{place}{suggest(plain, allowed)}")
+                wrong.append(f"{path}: there is no setting {shown_value(str(name))}{place}{suggest(plain, allowed)}")
             elif plain in found:
                 wrong.append(f"{path}: {plain} is set twice; keep one of the two")
             found[plain] = entry
@@ -151,19 +155,25 @@ def _refuse(wrong: list[str]) -> None:
 def _load_yaml(path: Path) -> dict[Any, Any]:
     import yaml
 
-    class UniqueKeySafeLoader(yaml.SafeLoader):
-        """Refuses a mapping that has one key twice, where YAML's own loader takes the last."""
+    class TextLoader(yaml.SafeLoader):
+        """Leaves values as they were written: YAML reads the key 0123 as 83, and 12:30:45 as 45045. The type of each
+        setting decides. Refuses a mapping that has one key twice, where YAML takes the last, and merges no mappings,
+        which can grow without end.
+        """
 
-        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-            keys = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-            for i, key in enumerate(keys):
-                if any(key.value == other.value for other in keys[:i]):
-                    raise yaml.MarkedYAMLError(problem=f"{key.value} is set twice; keep one of the two",
+        yaml_implicit_resolvers = {first: [entry for entry in entries if entry[0] == "tag:yaml.org,2002:null"]
+                                   for first, entries in yaml.SafeLoader.yaml_implicit_resolvers.items()}
+
+        def flatten_mapping(self, node: Any) -> None:
+            seen = set()
+            for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+                if key.value in seen:
+                    raise yaml.MarkedYAMLError(problem=f"{cut(key.value, SHOWN)} is set twice; keep one of the two",
                                                problem_mark=key.start_mark)
-            return super().construct_mapping(node, deep)
+                seen.add(key.value)
 
     try:
-        data = yaml.load(path.read_text(encoding="utf-8"), UniqueKeySafeLoader)
+        data = yaml.load(read_text(path, MAX_FILE), TextLoader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         raise ConfigError(f"{path}, line {mark.line + 1}, column {mark.column + 1}: "
@@ -172,7 +182,7 @@ def _load_yaml(path: Path) -> dict[Any, Any]:
         raise ConfigError(f"{path} is not YAML: {getattr(error, 'reason', None) or error}") from None
     except RecursionError:
         raise ConfigError(f"{path} is nested too deeply for settings") from None
-    except (OSError, UnicodeError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
     if not isinstance(data, dict | None):
         raise ConfigError(f"{path}: settings are expected as `name: value`, not a {type(data).__name__}")
@@ -201,7 +211,7 @@ def resolve(flags: Mapping[str, Any], environment: Mapping[str, str] | None = No
     environment = os.environ if environment is None else environment
     if file is None and environment.get("ISTHMUS_CONFIG"):
         file = Path(environment["ISTHMUS_CONFIG"])
-        if not file.is_file():
+        if not (is_there(file) and file.is_file()):
             raise ConfigError(f"ISTHMUS_CONFIG={file}: there is no such file")
     known = list_settings()
     config, origin = Config(), dict.fromkeys(known, "default")
@@ -213,12 +223,16 @@ def resolve(flags: Mapping[str, Any], environment: Mapping[str, str] | None = No
         for name, value in values.items():
             setting = known[name]
             try:
-                value = check(setting, value, label(setting))
+                unset = value is None and setting.meta("needs")  # `api_key:` with nothing behind it
+                value = check(setting, "" if unset else value, label(setting))
             except ConfigError as error:
                 wrong.append(str(error))
                 continue
             config = replace(config, **{setting.group: replace(getattr(config, setting.group), **{name: value})})
             origin[name] = f"{source} {setting.variable}" if source == "environment" else source
+    # Who names a key that turns out empty wants a lock: the server must not start without one.
+    wrong += [NOTHING.format(s.variable, s.meta("needs")) for s in map(known.get, SECRET)
+              if environment.get(s.variable) == "" and value_of(config, s) is None]
     _refuse(wrong)
     return Resolved(config, origin)
 

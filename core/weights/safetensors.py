@@ -12,6 +12,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from ..errors import CheckpointError
+from ..files import is_there
 from ..quant.formats import SAFETENSORS_TYPES, nbytes
 from .files import MAX_JSON, map_file, parse_json, read_json
 
@@ -118,7 +119,7 @@ def _open_sharded(folder: Path) -> list[tuple[str, SafeTensors]]:
     for name in names:
         if PurePosixPath(name).name != name or "\\" in name or "\0" in name or not name.endswith(".safetensors"):
             raise CheckpointError(f"{folder / INDEX} names the shard {name!r}, not a .safetensors file beside it")
-    missing = [name for name in names if not (folder / name).is_file()]
+    missing = [name for name in names if not (is_there(folder / name) and (folder / name).is_file())]
     if missing:
         raise CheckpointError(f"{folder} lacks {len(missing)} of {len(names)} shards: {', '.join(missing[:4])}: "
                               "download the model again")

@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..env import cache_dir
-from ..errors import CheckpointError, ConfigError
+from ..errors import CheckpointError, ConfigError, cut
+from ..files import is_there, named_path
 from . import hub, wheels
 from .wheels import KNOWN, Progress
 
 DEFAULT = "smollm2-135m-instruct"
 LIKENESS = 0.7  # of what was typed to the name that was probably meant; 1 = the same
+MAX_QUOTED = 300  # characters of a name in a message
 
 
 class ModelEntry(NamedTuple):
@@ -52,19 +54,19 @@ def resolve_model(name: str | None = None, revision: str | None = None, progress
     Raises `CheckpointError` when there is no such model or it cannot be had, and says what to do.
     """
     name = DEFAULT if name is None else name
-    known = KNOWN.get(name.lower())
-    path = Path(name).expanduser()
-    if known or path.exists() or _looks_like_path(name):
+    known, quoted = KNOWN.get(name.lower()), repr(cut(name, MAX_QUOTED))
+    path = named_path(name)
+    if known or is_there(path) or _looks_like_path(name):
         if revision is not None:
-            raise ConfigError(f"--revision={revision} is for models of the hub, and {name!r} is not one: leave it out")
+            raise ConfigError(f"--revision={revision} is for models of the hub, and {quoted} is not one: leave it out")
         if known:
             return wheels.fetch(known, cache_dir() / "models", progress or _silent)
-        if not name or not path.exists():
-            raise CheckpointError(f"{name!r}: no such file or folder (from {Path.cwd()})")
+        if not name or not is_there(path):
+            raise CheckpointError(f"{quoted}: no such file or folder (from {Path.cwd()})")
         return path
     hub_name = hub.parse_name(name)
     if hub_name is None:
-        raise CheckpointError(f"{name!r} is no known model ({', '.join(KNOWN)}), no existing path, and no hub id of "
+        raise CheckpointError(f"{quoted} is no known model ({', '.join(KNOWN)}), no existing path, and no hub id of "
                               f"the form owner/repo{_closest(name)}")
     return hub.fetch(hub_name, revision, progress)
 
@@ -78,7 +80,7 @@ def find_model(name: str | None = None) -> Path | None:
     for entry in list_models():
         if entry.name in (name, name.lower()):
             return entry.path
-    to_download = hub.parse_name(name) and not _looks_like_path(name) and not Path(name).expanduser().exists()
+    to_download = hub.parse_name(name) and not _looks_like_path(name) and not is_there(named_path(name))
     return None if to_download else resolve_model(name)
 
 
