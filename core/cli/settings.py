@@ -155,7 +155,7 @@ def _refuse(wrong: list[str]) -> None:
 def _load_yaml(path: Path) -> dict[Any, Any]:
     import yaml
 
-    class TextLoader(yaml.SafeLoader):
+    class TextSafeLoader(yaml.SafeLoader):
         """Leaves values as they were written: YAML reads the key 0123 as 83, and 12:30:45 as 45045. The type of each
         setting decides. Refuses a mapping that has one key twice, where YAML takes the last, and merges no mappings,
         which can grow without end.
@@ -173,7 +173,7 @@ def _load_yaml(path: Path) -> dict[Any, Any]:
                 seen.add(key.value)
 
     try:
-        data = yaml.load(read_text(path, MAX_FILE), TextLoader)
+        data = yaml.load(read_text(path, MAX_FILE), TextSafeLoader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         raise ConfigError(f"{path}, line {mark.line + 1}, column {mark.column + 1}: "
