@@ -14,13 +14,14 @@ from . import startup
 from .cache.manager import CacheManager
 from .config import Config
 from .env import debug_level
+from .errors import CheckpointError
 from .manifests import missing_features
 from .messages import FinishReason, SamplingParams, Submit, TokenOutput, pack_ids
 from .plan import Out
 from .platform import Step
 from .scheduler.admission import Limits
 from .scheduler.batch import build_batch
-from .scheduler.scheduler import Plan, Scheduler
+from .scheduler.scheduler import NOT_A_NUMBER, Plan, Scheduler
 from .specs import Bucket
 from .tracing import traced_forward
 
@@ -175,13 +176,18 @@ class EngineCore:
         return self.scheduler.fail(plans, f"the step failed on {self._manifest.name}: {error}")
 
     def _warm_up(self) -> None:
-        """One token through the whole path, so that the first request is not the slow one; it leaves no trace."""
-        self.submit(Submit("warm-up", pack_ids([0]), SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)))
-        outputs: list[TokenOutput] = []
-        while self.has_work:
-            outputs += self.step()
-        if outputs and outputs[-1].finish == "error":
-            raise RuntimeError(outputs[-1].error)
+        """One token through the whole path, so that the first request is not the slow one; it leaves no trace. Then one
+        that is scored, which shows weights that give no numbers. Raises `CheckpointError` for those."""
+        tries = [SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)]
+        if "logprobs" not in self.scheduler.limits.lacks:
+            tries.append(SamplingParams(max_tokens=1, temperature=0.0, logprobs=0))
+        for params in tries:
+            self.submit(Submit("warm-up", pack_ids([0]), params))
+            outputs: list[TokenOutput] = []
+            while self.has_work:
+                outputs += self.step()
+            if outputs and outputs[-1].finish == "error":
+                raise (CheckpointError if outputs[-1].error == NOT_A_NUMBER else RuntimeError)(outputs[-1].error)
         self.cache.flush()
         self.scheduler.reset_stats()
         self.steps = 0

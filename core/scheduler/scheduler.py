@@ -24,6 +24,8 @@ from .request import Request
 from .stats import SchedulerStats
 from .table import RequestTable
 
+NOT_A_NUMBER = "the model's output is not a number (NaN): its weights are broken, or the way they are computed with is"
+
 
 class Chunk(NamedTuple):
     """Prompt tokens `start` to `stop` of a request; `scores` of its first tokens are scored, `sample` its last."""
@@ -323,6 +325,9 @@ class Scheduler:
     def _take(self, request: Request, result: StepResult, row: int, outputs: list[TokenOutput]) -> None:
         if request.finish:
             return
+        scored = request.params.logprobs is not None
+        if scored and np.isnan(result.logprobs[row]):
+            return self._end(request, "error", NOT_A_NUMBER)
         token = int(result.tokens[row])
         request.append(token)
         if request.slot:
@@ -330,7 +335,7 @@ class Scheduler:
             self.table.last[request.slot] = token
         self.stats.generated_tokens += 1
         reason = request.finish_reason(token, self._limit(request))
-        logprobs = self._logprobs(request, result, row) if request.params.logprobs is not None else None
+        logprobs = self._logprobs(request, result, row) if scored else None
         if reason:
             self._finish(request, reason, token if reason == "stop" else -1, outputs, pack_ids([token]), logprobs)
         else:
@@ -344,6 +349,8 @@ class Scheduler:
     def _score(self, chunk: Chunk, result: StepResult, row: int) -> None:
         rows = slice(row, row + chunk.scores)
         request, k = chunk.request, chunk.request.params.prompt_logprobs
+        if not request.finish and np.isnan(result.logprobs[rows]).any():
+            return self._end(request, "error", NOT_A_NUMBER)
         if not request.finish and (request.slot == chunk.slot or not request.score):
             request.scores.append((result.logprobs[rows], result.top_ids[rows, :k], result.top_logprobs[rows, :k]))
 
