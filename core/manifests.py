@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from .discovery import Found, list_platforms, platform_root
-from .platform import FEATURES, INTERFACE_VERSION, Manifest, Ops
+from .platform import FEATURES, SERVED, Manifest, Ops
 from .registry import RegistrationError
 
 FILE = "manifest.toml"
@@ -164,9 +164,10 @@ def missing_features(platform: Any, manifest: Manifest) -> dict[str, str]:
 
 def lines(claim: Claim) -> list[tuple[str, str]]:
     """A manifest file in full for people: (what, value)."""
+    served = ", ".join(map(str, SERVED))
     needs = claim.library and f"{claim.library}, by pip install '{claim.requires}'"
     out = [("title", claim.title), ("devices", claim.devices), ("library", needs or "none"),
-           ("interface", f"{claim.interface} (this core serves {INTERFACE_VERSION})"),
+           ("interface", f"{claim.interface} (this core serves {served})"),
            ("computes in", ", ".join(claim.compute_dtypes)), ("K and V in", ", ".join(claim.kv_dtypes)),
            ("formats kept", ", ".join(claim.formats) or "none"),
            ("other formats", "expanded at load" if claim.expands else "refused"),

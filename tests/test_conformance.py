@@ -34,6 +34,7 @@ from isthmus.core.platform import FEATURES, Unavailable, Unsupported
 from isthmus.platforms.reference.platform import Platform as Reference
 
 from .conforming import hold
+from .platform_mutants import Mutant
 from .tiny_mlx import pack_codes
 
 COST = 40  # seconds
@@ -324,3 +325,12 @@ def test_the_kit_imports_no_framework() -> None:
             "print([m for m in ('torch', 'jax', 'mlx', 'gguf', 'transformers', 'pytest') if m in sys.modules])")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.strip() == "[]", done.stdout + done.stderr
+
+
+def test_an_error_says_where_in_the_platform_it_was_raised(tmp_path) -> None:
+    broken = Mutant("a typing error", "ops", (), (("moe", "x * sigmoid(x)", "x * sigmoid(x, 1)"),)).load(tmp_path)
+    report = run_suite(broken, only=["act_mul[silu,f32]"], ledger=Ledger())
+    Mutant.forget()
+    assert [result.outcome for result in report.results] == [Outcome.ERROR]
+    reason = report.results[0].reason
+    assert "(moe.py:" in reason and "in activation: return x * sigmoid(x, 1))" in reason

@@ -1,11 +1,14 @@
 """Running cases and telling their outcomes apart."""
 from __future__ import annotations
 
+import inspect
 import platform as machine
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 from ..core.discovery import load_platform
@@ -38,10 +41,10 @@ def run_case(context: Context, case: Case, ledger: Ledger) -> Result:
     seconds = time.perf_counter() - began
     if reason is not None:
         return Result(case, Outcome.UNSUPPORTED, reason, {}, seconds)
-    return _judge(case, error, ledger, seconds)
+    return _judge(case, error, ledger, seconds, context.platform)
 
 
-def _judge(case: Case, error: Exception | None, ledger: Ledger, seconds: float) -> Result:
+def _judge(case: Case, error: Exception | None, ledger: Ledger, seconds: float, platform: Any) -> Result:
     """The outcome of a case that ran, in the light of what the ledger expects."""
     entry = ledger.expected(case)
     if error is None:
@@ -50,11 +53,18 @@ def _judge(case: Case, error: Exception | None, ledger: Ledger, seconds: float) 
         return Result(case, Outcome.UNEXPECTED, f"the ledger expects a failure ({entry.reason}): remove its entry "
                       f"{entry.case!r}", {}, seconds)
     numbers = error.numbers() if isinstance(error, Wrong) else {}
-    told = str(error) if isinstance(error, AssertionError) else f"{type(error).__name__}: {error}"
+    told = str(error) if isinstance(error, AssertionError) else f"{type(error).__name__}: {error}{_place(error, platform)}"
     outcome = Outcome.WRONG if isinstance(error, AssertionError) else Outcome.ERROR
     if entry and (entry.error in str(error) if entry.error else outcome is Outcome.WRONG):
         return Result(case, Outcome.EXPECTED, f"{entry.reason} ({told})", numbers, seconds)
     return Result(case, outcome, told, numbers, seconds)
+
+
+def _place(error: Exception, platform: Any) -> str:
+    """Where in the platform's own folder it was raised, or nothing."""
+    folder = Path(inspect.getfile(type(platform))).parent
+    own = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).parent == folder]
+    return f" ({Path(own[-1].filename).name}:{own[-1].lineno} in {own[-1].name}: {own[-1].line})" if own else ""
 
 
 def run_suite(platform: Any, options: Mapping[str, str] | None = None, *, only: Sequence[str] = (), seed: int = 0,
