@@ -218,6 +218,27 @@ def test_stacked_parts_are_kept_when_one_kernel_can_serve_them(names, kept):
     np.testing.assert_allclose(np.array(leaf.product(mx.array(x))), want, atol=2e-4 * np.abs(want).max())
 
 
+@pytest.mark.parametrize("role", ["linear", "embed"])
+@pytest.mark.parametrize("name,dtype", [("f32", "f32"), ("bf16", "bf16"), ("q4_1", "bf16"), ("affine8_64", "f32")])
+def test_shares_of_a_product_join_in_order(monkeypatch, name, dtype, role):
+    """Three streams, and outputs that do not divide by three."""
+    raw, values = quantized(np.random.default_rng(7), name, (50, 64))
+    results = []
+    for threads in ("1", "3"):
+        monkeypatch.setattr(quant, "SHARED", 1)
+        made = Platform({"threads": threads})
+        made.probe()
+        weights = (table(made), made.load([raw], WeightSpec(("w",), role), dtype))
+        assert isinstance(weights[1], quant.Shared) == (threads == "3")
+        step = made.compile(lambda ops, w, batch: ops.linear(ops.embed(batch.tokens, w[0]), w[1]), weights,
+                            Bucket(4, 4, 4, 4))
+        results.append(step(made.alloc(SPEC, 8), token_batch(4, np.zeros(4)))[0].collect())
+        made.close()
+    assert np.array_equal(*results)
+    x = quantized(np.random.default_rng(0), "f32", (8, 64))[1][:4]
+    assert np.abs(results[0] - x @ values.T).max() < 0.02 * np.abs(x @ values.T).max()
+
+
 def test_on_an_apple_gpu_scales_stay_as_narrow_as_they_are():
     """The dtype of the input, so that no step converts them; float32 where that would round or overflow."""
     load = partial(quant.load_weight, spec=WeightSpec(("w",), "linear"), device=quant.Device(metal=True))
