@@ -53,7 +53,9 @@ def _judge(case: Case, error: Exception | None, ledger: Ledger, seconds: float, 
         return Result(case, Outcome.UNEXPECTED, f"the ledger expects a failure ({entry.reason}): remove its entry "
                       f"{entry.case!r}", {}, seconds)
     numbers = error.numbers() if isinstance(error, Wrong) else {}
-    told = str(error) if isinstance(error, AssertionError) else f"{type(error).__name__}: {error}{_place(error, platform)}"
+    told = str(error)
+    if not isinstance(error, AssertionError):
+        told = f"{type(error).__name__}: {error}{_place(error, platform)}"
     outcome = Outcome.WRONG if isinstance(error, AssertionError) else Outcome.ERROR
     if entry and (entry.error in str(error) if entry.error else outcome is Outcome.WRONG):
         return Result(case, Outcome.EXPECTED, f"{entry.reason} ({told})", numbers, seconds)
