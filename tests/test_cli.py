@@ -13,6 +13,8 @@ from isthmus.core.cli.commands import COMMANDS
 from isthmus.core.cli.main import main
 from isthmus.core.cli.parser import build_parser, given_settings
 from isthmus.core.cli.progress import ProgressLine
+from isthmus.core.cli.terminal import MAX_INPUT, read_input
+from isthmus.core.errors import ConfigError
 from isthmus.core.logs import announce
 
 from .checkpoints import tiny_llama_gguf
@@ -196,6 +198,18 @@ def test_input_that_is_no_text_is_refused_in_a_line(tiny, command):
                           env={**os.environ, "PYTHONIOENCODING": "utf-8:strict"})
     assert done.returncode == 2 and b"Traceback" not in done.stderr
     assert done.stderr.splitlines()[-1] == b"isthmus: standard input is not a text in utf-8"
+
+
+def test_input_without_end_is_refused_and_not_read_for_ever():
+    """`isthmus generate < /dev/zero`, and `isthmus chat` of a line that never ends."""
+    asked = []
+
+    def read(size):
+        asked.append(size)
+        return "x" * size
+    with pytest.raises(ConfigError, match="standard input has more than 16777216 characters"):
+        read_input(read)
+    assert asked == [MAX_INPUT + 1] and read_input(lambda size: "x" * (size - 1)) == "x" * MAX_INPUT
 
 
 # ---- models

@@ -14,6 +14,7 @@ from .backends import Turn, add_backend_arguments, make_backend
 from .progress import ProgressLine
 from .sampling import add_sampling_arguments, given_options
 from .settings import Resolved
+from .terminal import read_input
 
 MAX_TOKENS = 512
 
@@ -40,10 +41,7 @@ def _read_prompt(prompt: str | None) -> str:
     if prompt in (None, "-"):
         if sys.stdin.isatty():
             raise ConfigError("a prompt is needed: isthmus generate 'Why is the sky blue?'")
-        try:
-            prompt = sys.stdin.read()
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"standard input is not a text in {error.encoding}") from None
+        prompt = read_input(sys.stdin.read)
     if not prompt.strip():
         raise ConfigError("the prompt is empty: isthmus generate 'Why is the sky blue?'")
     return prompt

@@ -13,6 +13,7 @@ from ..errors import ConfigError
 
 QUOTES = '"""'
 TAB = 8  # columns
+MAX_INPUT = 1 << 24  # characters of a prompt or line from a pipe
 Reader = Callable[[str], Awaitable[str]]
 
 
@@ -86,11 +87,19 @@ def make_reader() -> Reader:
     return _line_editor() if sys.stdin.isatty() else _read_pipe
 
 
-async def _read_pipe(prompt: str) -> str:
+def read_input(read: Callable[[int], str]) -> str:
+    """What `sys.stdin.read` or `sys.stdin.readline` gives. `ConfigError` for what is no text or too long."""
     try:
-        line = await asyncio.to_thread(sys.stdin.readline)
+        text = read(MAX_INPUT + 1)
     except UnicodeDecodeError as error:
         raise ConfigError(f"standard input is not a text in {error.encoding}") from None
+    if len(text) > MAX_INPUT:
+        raise ConfigError(f"standard input has more than {MAX_INPUT} characters, which no model can take")
+    return text
+
+
+async def _read_pipe(prompt: str) -> str:
+    line = await asyncio.to_thread(read_input, sys.stdin.readline)
     if not line:
         raise EOFError
     return line.rstrip("\n")
