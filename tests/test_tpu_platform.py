@@ -2,8 +2,8 @@
 memory that is given and given back, ranks in one program, sampling over a large vocabulary, programs for real chips."""
 from __future__ import annotations
 
+import importlib.util
 import os
-import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -401,17 +401,22 @@ def test_ranks_share_stacked_parts_biases_and_groups():
 
 # Programs for chips that are not here.
 
+@pytest.fixture
+def tpu_aot() -> Any:
+    """The script of `ci/`, as a module."""
+    pytest.importorskip("libtpu", reason="compiling for a TPU needs libtpu: pip install 'jax[tpu]' flatbuffers")
+    path = Path(__file__).resolve().parent.parent / "ci" / "tpu_aot.py"
+    spec = importlib.util.spec_from_file_location("tpu_aot", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("format", ["bf16", "q4_1"])
 @pytest.mark.parametrize("world", [1, 4])
 @pytest.mark.parametrize("topology", ["v5e:2x2", "v6e:2x2"])
-def test_steps_compile_for_a_real_chip(topology, world, format):
-    pytest.importorskip("libtpu", reason="compiling for a TPU needs libtpu: pip install 'jax[tpu]' flatbuffers")
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "ci"))
-    try:
-        import tpu_aot
-    finally:
-        sys.path.pop(0)
+def test_steps_compile_for_a_real_chip(tpu_aot, topology, world, format):
     model = tpu_aot.load_shapes(format, world, tpu_aot.CONFIG | {"num_hidden_layers": 2})
     for _, bucket in tpu_aot.steps():
         memory = tpu_aot.compile_model(model, bucket, topology, world)
@@ -421,16 +426,10 @@ def test_steps_compile_for_a_real_chip(topology, world, format):
 
 
 @pytest.mark.slow
-def test_a_block_that_overflows_vmem_is_caught(monkeypatch):
-    pytest.importorskip("libtpu", reason="compiling for a TPU needs libtpu: pip install 'jax[tpu]' flatbuffers")
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "ci"))
-    try:
-        import tpu_aot
-    finally:
-        sys.path.pop(0)
-    monkeypatch.setattr(attention_kernel, "PAGES", 4096)
-    monkeypatch.setattr(attention_kernel, "CONTEXT", 32768)
-    model = tpu_aot.load_shapes("bf16", 1, tpu_aot.CONFIG | {"num_hidden_layers": 1})
+def test_a_block_that_overflows_vmem_is_caught(tpu_aot, monkeypatch):
+    monkeypatch.setattr(matmul_kernel, "OUTPUTS", 4096)
+    monkeypatch.setattr(matmul_kernel, "WHOLE", 4096)
+    model = tpu_aot.load_shapes("q4_1", 1, tpu_aot.CONFIG | {"num_hidden_layers": 1})
     _, bucket = next(tpu_aot.steps())
     with pytest.raises(Exception, match="(?i)vmem"):
         tpu_aot.compile_model(model, bucket, "v5e:2x2", 1)

@@ -56,8 +56,8 @@ def pack_sampling(batch: Batch) -> tuple[np.ndarray, Layout]:
     sampling, rows = batch.sampling, len(batch.targets)
     arrays = {"targets": batch.targets, "seqs": batch.seqs[batch.rows[batch.logit_rows]],
               "inputs": batch.tokens[batch.logit_rows]}
-    arrays |= {name: values for name in ("temperature", "uniform", "top_k", "top_p", "min_p")
-               if (values := getattr(sampling, name)) is not None}
+    if sampling.temperature is not None:
+        arrays |= drawing(sampling)
     if sampling.top_logprobs is not None:
         arrays["top_logprobs"] = fill(sampling.top_logprobs)
     for name in ("penalties", "bias", "mask"):
@@ -67,6 +67,15 @@ def pack_sampling(batch: Batch) -> tuple[np.ndarray, Layout]:
             arrays[f"{name}.{field}"] = fill(values, rows if field == "rows" else 0) if listed else values
     return pack({name: array if array.dtype in (np.float32, np.uint32) else array.astype(np.int32, copy=False)
                  for name, array in arrays.items()})
+
+
+def drawing(sampling: Sampling) -> dict[str, np.ndarray]:
+    """How rows are drawn, with what is off spelled out, so that there are two variants: with a cut and without."""
+    rows, cut = len(sampling.temperature), sampling.top_k is not None or sampling.top_p is not None
+    off = {"min_p": np.zeros(rows, np.float32)}
+    off |= {"top_k": np.zeros(rows, np.int32), "top_p": np.ones(rows, np.float32)} if cut else {}
+    given = {name: getattr(sampling, name) for name in ("temperature", "uniform", *off)}
+    return {name: off[name] if values is None else values for name, values in given.items()}
 
 
 def fill(values: np.ndarray, value: int = 0) -> np.ndarray:

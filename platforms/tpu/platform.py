@@ -206,7 +206,8 @@ def find_devices(backend: str, world: int) -> list[jax.Device]:
     try:
         devices = jax.local_devices(backend=wanted)
     except RuntimeError as error:
-        raise Unavailable(f"jax has no {wanted} device: {error}") from error
+        hint = "; pip install 'jax[tpu]' brings libtpu" * (wanted == "tpu")
+        raise Unavailable(f"jax has no {wanted} device: {error}{hint}") from error
     if len(devices) < world:
         force = ("; XLA_FLAGS=--xla_force_host_platform_device_count="
                  f"{world} makes a host processor count as {world}") * (wanted == "cpu")
