@@ -27,6 +27,8 @@ from .tracing import traced_forward
 
 log = logging.getLogger(__name__)
 
+LOOK, LOOK_AGAIN = 1.0, 15.0  # seconds between looks at the device's memory; after K and V gave way
+
 
 @dataclass(frozen=True)
 class EngineInfo:
@@ -77,7 +79,9 @@ class EngineCore:
         self._platform, self._manifest, self._model = loaded.platform, loaded.manifest, loaded.model
         sizes = loaded.sizes
         self._page_size, self._overlap, self._clock = sizes.page_size, loaded.overlap, clock
+        self._state_spec = sizes.state
         self._state = self._platform.alloc(sizes.state, sizes.pages)
+        self._next_look, self._given_back = 0.0, 0
         self._steps: dict[Bucket | None, Step] = {}
         self._flight: tuple[Plan, Out] | None = None
         self.cache = CacheManager(sizes.pages, sizes.page_size, config.cache.eviction_policy, config.cache.prefix_cache)
@@ -103,15 +107,39 @@ class EngineCore:
 
     def step(self) -> list[TokenOutput]:
         """Launch the next step, then settle the previous one (with overlap) or this one: the new outputs."""
-        outputs = self._advance()
+        outputs = self.relieve() + self._advance()
         if debug_level() >= 3:
             self.scheduler.verify()
         return outputs
 
+    def relieve(self) -> list[TokenOutput]:
+        """Give memory of K and V back when the device gets short of it, at most a quarter at once; looks each second.
+
+        Running requests wait and are computed anew in the pages that are left; the outputs are of the step in flight.
+        """
+        floor, now = self._manifest.memory_floor, self._clock()
+        if not floor or now < self._next_look:
+            return []
+        self._next_look = now + LOOK
+        total, free = self._platform.memory()
+        had, least = self.cache.pool.capacity, self.scheduler.limits.max_pages
+        left = max(least, had * 3 // 4)
+        if free >= floor * total or left >= had:
+            return []
+        outputs = self._land()
+        self.scheduler.retract_all()
+        self.cache.shrink(left + 1)
+        self._state = None  # before there is a second one
+        self._state = self._platform.alloc(self._state_spec, left + 1)
+        self._given_back += had - left
+        self._next_look = now + LOOK_AGAIN
+        log.warning("%d of %d MiB are free on %s: %d of %d pages of K and V were given back, running requests are "
+                    "computed anew", free >> 20, total >> 20, self._manifest.name, had - left, had)
+        return outputs
+
     def command(self, name: str) -> dict[str, Any]:
         """Administrative calls: "stats", "flush_cache", "ping", "verify". Raises ValueError for another name."""
-        commands = {"stats": self._stats, "verify": self._verify,
-                    "ping": lambda: {"steps": self.steps, "busy": self.has_work},
+        commands = {"stats": self._stats, "verify": self._verify, "ping": self._ping,
                     "flush_cache": lambda: {"flushed_pages": self.cache.flush()}}
         if name not in commands:
             raise ValueError(f"unknown command {name!r}; there are: {', '.join(sorted(commands))}")
@@ -149,6 +177,17 @@ class EngineCore:
             plans = [previous[0]] + ([self._flight[0]] if self._flight else [])
             return self._failed(plans, error)
         return self.scheduler.settle(previous[0], result)
+
+    def _land(self) -> list[TokenOutput]:
+        """Settle the step in flight without launching another."""
+        flight, self._flight = self._flight, None
+        if flight is None:
+            return []
+        try:
+            result = flight[1].collect()
+        except Exception as error:
+            return self._failed([flight[0]], error)
+        return self.scheduler.settle(flight[0], result)
 
     def _launch(self, plan: Plan) -> Out:
         batch, bucket = build_batch(plan, self.scheduler.table, self._page_size, self._manifest.buckets)
@@ -192,6 +231,11 @@ class EngineCore:
         self.scheduler.reset_stats()
         self.steps = 0
 
+    def _ping(self) -> dict[str, Any]:
+        if not self.has_work:  # else `step` looks
+            self.relieve()
+        return {"steps": self.steps, "busy": self.has_work}
+
     def _verify(self) -> dict[str, Any]:
         self.scheduler.verify()
         return {"verified": True}
@@ -202,8 +246,8 @@ class EngineCore:
                 "steps": self.steps, "pages_total": pool.capacity, "pages_free": pool.free,
                 "pages_cached": tree.evictable + tree.protected, "pages_evictable": tree.evictable,
                 "pages_used": pool.capacity - pool.free - tree.evictable, "pages_quarantined": pool.quarantined,
-                "ownership_violations": pool.violations, "evicted_pages": self.cache.evicted_pages,
-                "page_size": self._page_size}
+                "pages_given_back": self._given_back, "ownership_violations": pool.violations,
+                "evicted_pages": self.cache.evicted_pages, "page_size": self._page_size}
 
 
 def _limits(config: Config, loaded: startup.Loaded) -> Limits:

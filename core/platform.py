@@ -55,6 +55,7 @@ class Manifest:
     rank:           preference when several platforms can run and none was named; the highest is taken. The reference
                     is 0, a host processor 10, an accelerator 20.
     kv_share:       share of the memory left after the weights that K and V may take unless the user says otherwise.
+    memory_floor:   share of memory_total; when `memory()` says that less is free, core gives pages of K and V back.
     local_ranks:    ranks of tensor parallelism that this one object runs itself (one program over several devices);
                     the same `world` that it was probed with. 1 = one rank, as `probe(rank, world)` says which.
     details:        further facts for people (threads, driver, library versions).
@@ -75,6 +76,7 @@ class Manifest:
     max_top_logprobs: int = 20
     rank: int = 0
     kv_share: float = 0.25
+    memory_floor: float = 0.0
     local_ranks: int = 1
     details: Mapping[str, str] = field(default_factory=dict)
 

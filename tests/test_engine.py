@@ -1,11 +1,13 @@
 """The engine's loop on the null platform with a virtual clock: overlap, failures, commands."""
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from isthmus.core import startup
+from isthmus.core.cache.pool import OwnershipError, PagePool
 from isthmus.core.config import Config, SchedulerSettings
 from isthmus.core.engine import EngineCore
 from isthmus.core.messages import SamplingParams, Submit, TokenOutput, pack_ids, unpack_ids
@@ -147,3 +149,44 @@ def test_abort_and_close_with_a_step_in_flight(engine):
     core.step()
     core.device.fault = True
     core.close()                                             # what fails now concerns nobody
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_pages_are_given_back_when_memory_gets_short(engine, overlap, monkeypatch, caplog):
+    """Running requests are computed anew in fewer pages with the same tokens; a request of full length always fits."""
+    core, now, free = engine(overlap), [2.0], [900]
+    monkeypatch.setattr(core, "_clock", lambda: now[0])
+    monkeypatch.setattr(core, "_manifest", replace(core._manifest, memory_floor=0.1))
+    monkeypatch.setattr(core.device, "memory", lambda: (1000, free[0]), raising=False)
+    requests = [submit(core, f"r{i}", [i, 5, 6, 7, 8], max_tokens=9) for i in range(3)]
+    outputs = core.step() + core.step() + core.step()
+    assert core.command("stats")["pages_total"] == 29
+    free[0], now[0] = 99, 4.0
+    outputs += core.step()
+    core.command("verify")
+    stats = core.command("stats")
+    assert (stats["pages_total"], stats["pages_given_back"], stats["preemptions"]) == (21, 8, 3)
+    assert "8 of 29 pages of K and V were given back" in caplog.text
+    outputs += run(core)
+    for request in requests:
+        assert tokens_of(outputs, request.id) == right(request)
+    for _ in range(9):  # the heartbeat looks when nothing runs; never fewer than the longest request needs
+        now[0] += 60
+        core.command("ping")
+    assert core.command("stats")["pages_total"] == 12
+    longest = submit(core, "long", list(range(1, 40)), max_tokens=9)
+    assert tokens_of(run(core), "long") == right(longest)
+
+
+def test_a_pool_shrinks_only_when_nobody_owns_a_page():
+    pool = PagePool(10)
+    held = pool.alloc(2, 1)
+    before = pool.generation.copy()
+    with pytest.raises(OwnershipError, match="2 are owned, such as .* by request in slot 1"):
+        pool.shrink(5)
+    pool.release(held, 1)
+    with pytest.raises(OwnershipError, match="from 10 to 11"):
+        pool.shrink(11)
+    pool.shrink(5)
+    assert pool.free == pool.capacity == 4 and (pool.generation > before[:5]).all()
+    assert sorted(pool.alloc(4, 1).tolist()) == [1, 2, 3, 4]

@@ -85,6 +85,11 @@ class CacheManager:
         self.pool.release(dropped, TREE)
         return len(dropped)
 
+    def shrink(self, pages: int) -> None:
+        """Go on with fewer pages, nothing cached. `OwnershipError` while a request holds any."""
+        self.flush()
+        self.pool.shrink(pages)
+
     def verify(self, held: dict[int, np.ndarray]) -> None:
         """The ledger by identity, the tree by structure. `held`: each running request's own pages by owner."""
         self.tree.check()

@@ -34,11 +34,23 @@ class PagePool:
     def __init__(self, total: int, strict: bool = True):
         if total < 2:
             raise ValueError(f"a pool needs at least 2 pages (page 0 is nobody's), got {total}")
-        self.total, self.strict, self.violations = total, strict, 0
+        self.strict, self.violations = strict, 0
         self.generation = np.zeros(total, np.uint32)
+        self._all_free(total)
+
+    def shrink(self, total: int) -> None:
+        """Fewer pages, in new memory: what was under quarantine is free too. `OwnershipError` while any is owned."""
+        owned = np.flatnonzero((self.owner != FREE) & (self.owner != QUARANTINE))
+        if len(owned) or not 2 <= total <= self.total:
+            raise OwnershipError(f"from {self.total} to {total} pages while {len(owned)} are owned, such as "
+                                 + ", ".join(f"{page} by {owner_name(self.owner[page])}" for page in owned[:3]))
+        self.generation = self.generation[:total] + np.uint32(1)
+        self._all_free(total)
+
+    def _all_free(self, total: int) -> None:
+        self.total, self._top = total, total - 1
         self.owner = np.full(total, FREE, np.int32)
         self._free = np.arange(total - 1, 0, -1, dtype=np.int32)
-        self._top = total - 1
 
     @property
     def free(self) -> int:

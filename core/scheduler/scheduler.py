@@ -174,6 +174,11 @@ class Scheduler:
         self.cache.flush()
         return self.ended()
 
+    def retract_all(self) -> None:
+        """Send every running request back to waiting, in its order. No step may be in flight."""
+        for request in reversed(list(self._running.values())):
+            self._send_back(request)
+
     # ---- the ledger
 
     def verify(self) -> None:
@@ -222,6 +227,9 @@ class Scheduler:
             self._end(victim, "error", f"out of KV memory: the request needs {need} more pages, "
                                        f"{self.cache.available} of {self.cache.pool.capacity} can be had")
             return
+        self._send_back(victim)
+
+    def _send_back(self, victim: Request) -> None:
         if victim in self._prefilling:
             victim.scores = []     # scored again from the first token
         else:

@@ -41,6 +41,7 @@ ENGINE = (
      "Tokens that preempted requests found in the cache again"),
     ("preemptions", "counter", "preemptions", "num_preemptions", "Requests that lost their pages to others"),
     ("evicted_pages", "counter", "kv_pages_evicted", None, "Cached pages given up for others"),
+    ("pages_given_back", "counter", "kv_pages_given_back", None, "Pages of K and V given back for want of memory"),
     ("ownership_violations", "counter", "kv_ownership_violations", None, "Errors in the ownership of pages"),
     ("steps", "counter", "steps", None, "Forward passes"),
     ("step_age", "gauge", "step_age_seconds", None, "Since a step finished; 0 while the engine has nothing to do"),
