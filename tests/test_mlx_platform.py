@@ -34,7 +34,7 @@ from isthmus.platforms.mlx.sampling import cumulative, sample  # noqa: E402
 
 from .metal_in_cpp import run_decode_kernel  # noqa: E402
 
-COST = 40  # seconds
+COST = 50  # seconds
 SPEC = StateSpec((LayerState(2, 32), LayerState(1, 64)), "f32", 16, 8)
 HOST = quant.Device(metal=False)
 
