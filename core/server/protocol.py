@@ -40,7 +40,7 @@ def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-Count = Annotated[int, Field(ge=0, lt=INT64)]  # a message can repeat it
+Count = Annotated[int, Field(ge=0, lt=10**20)]  # a message can repeat it
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 ShortText = Annotated[str, Field(max_length=MAX_TEXT)]
 
