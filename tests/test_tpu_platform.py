@@ -427,9 +427,11 @@ def test_steps_compile_for_a_real_chip(tpu_aot, topology, world, format):
 
 @pytest.mark.slow
 def test_a_block_that_overflows_vmem_is_caught(tpu_aot, monkeypatch):
-    monkeypatch.setattr(matmul_kernel, "OUTPUTS", 4096)
-    monkeypatch.setattr(matmul_kernel, "WHOLE", 4096)
-    model = tpu_aot.load_shapes("q4_1", 1, tpu_aot.CONFIG | {"num_hidden_layers": 1})
+    """Two buffers of 16 pages with 2048 tokens each are 64 MiB."""
+    monkeypatch.setattr(attention_kernel, "CONTEXT", 16 * 2048)
+    monkeypatch.setattr(attention_kernel, "PAGES", 16)
+    monkeypatch.setitem(tpu_aot.PAGE_SIZES, "tpu", (2048,))
+    model = tpu_aot.load_shapes("bf16", 1, tpu_aot.CONFIG | {"num_hidden_layers": 1})
     _, bucket = next(tpu_aot.steps())
     with pytest.raises(Exception, match="(?i)vmem"):
         tpu_aot.compile_model(model, bucket, "v5e:2x2", 1)
