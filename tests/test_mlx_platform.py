@@ -360,3 +360,12 @@ def test_cached_buffers_are_given_back_when_the_system_is_short(monkeypatch):
     budget.relieve()
     assert mx.get_cache_memory() == 0 and budget.cache_limit == limit // 2
     assert budget.given_back >= 16 << 20 and "MiB of buffers in 1 times" in budget.details["given back"]
+
+
+def test_a_smaller_state_takes_less_memory_than_the_larger_one_that_was_given_up(platform):
+    state = platform.alloc(SPEC, 4000)
+    before = mx.get_active_memory() + mx.get_cache_memory()
+    del state
+    state = platform.alloc(SPEC, 2000)
+    freed = before - mx.get_active_memory() - mx.get_cache_memory()
+    assert freed >= 0.9 * 2000 * SPEC.page_bytes()

@@ -73,7 +73,6 @@ class Trace:
         values = out.values if self.samples else out.astype(mx.float32)
         return [values, mx.take(tokens, batch.logit_rows), ops.caches]
 
-
     def drop(self) -> None:
         """Let go of the compiled graph, which refers to the trace in turn."""
         self.call = None
@@ -83,9 +82,9 @@ class Step:
     """One bucket's step. `compiled` = traces are compiled; otherwise each launch runs `forward` eagerly."""
 
     def __init__(self, forward: Callable[..., Any], weights: Any, line: Line, turns: Turns, device: Device,
-                 compiled: bool, relieve: Callable[[], None]) -> None:
+                 compiled: bool, relieve: Callable[[], None], traced: Callable[[], None]) -> None:
         self.forward, self.weights, self.line, self.turns, self.device = forward, weights, line, turns, device
-        self.compiled, self.relieve = compiled, relieve
+        self.compiled, self.relieve, self.traced = compiled, relieve, traced
         self.traces: OrderedDict[Any, Trace] = OrderedDict()
         line.own(self, partial(_drop, self.traces))
 
@@ -129,6 +128,7 @@ class Step:
             sizes, page_size, _ = key
             trace = self.traces[key] = Trace(self.forward, self.weights, sizes, page_size, self.turns, self.device,
                                              self.compiled)
+            self.traced()
             if len(self.traces) > MAX_TRACES:
                 self.traces.popitem(last=False)[1].drop()
         self.traces.move_to_end(key)

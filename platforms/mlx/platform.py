@@ -42,18 +42,20 @@ from .worker import Line
 
 OPS = ("embed", "linear", "rms_norm", "rope", "attention", "act_mul", "moe", "all_reduce", "sample")
 MEMORY_SHARE = 0.75  # of the working set, unless the option says otherwise
+MEMORY_FLOOR = 0.05  # of the budget: K and V give way when less is left
 
 
 class Platform:
     """One rank, in this process. Options: `memory_share`, the share of the device's working set that weights, K and V
     and buffers may take together, 0.75 by default; `threads` of a host processor, by default one for each physical core
-    that the process may use."""
+    that the process may use. `traces` counts how often a step was traced."""
 
     interface_version = INTERFACE_VERSION
 
     def __init__(self, options: Mapping[str, str]) -> None:
         self.options = dict(options)
         self._line: Line | None = None
+        self.traces = 0
 
     def probe(self, rank: int = 0, world: int = 1) -> Manifest:
         if world != 1:
@@ -83,12 +85,12 @@ class Platform:
     def alloc(self, spec: StateSpec, pages: int) -> State:
         if spec.dtype not in DTYPES:
             raise Unsupported(f"K and V in {spec.dtype!r}: the mlx platform keeps {' or '.join(DTYPES)}")
-        return self._ready().call(State.allocate, spec, pages)
+        return self._ready().call(_allocate, spec, pages)
 
     def compile(self, forward: Callable[[Ops, Any, Batch], Any], weights: Any, bucket: Bucket | None) -> Step:
         """A bucket's step is compiled by MLX at its first launch; a step of any size (`None`) runs eagerly."""
         return Step(forward, weights, self._ready(), self._turns, self._device, bucket is not None and self._compiling,
-                    self._budget.relieve)
+                    self._budget.relieve, self._traced)
 
     def copy_pages(self, state: State, src: Sequence[int], dst: Sequence[int]) -> State:
         if len(src):
@@ -140,7 +142,11 @@ class Platform:
             interface=INTERFACE_VERSION, compute_dtypes=("bf16", "f16", "f32") if gpu else ("f32", "bf16"),
             kv_dtypes=("bf16", "f16", "f32") if gpu else ("f32", "bf16"), formats=KEPT,
             page_sizes=(16, 1, 4, 8, 32, 64, 128), buckets=BUCKETS, memory_total=total, memory_free=free,
-            features=frozenset(FEATURES), determinism="T2", rank=20 if gpu else 5, details=details)
+            features=frozenset(FEATURES), determinism="T2", rank=20 if gpu else 5, memory_floor=MEMORY_FLOOR,
+            details=details)
+
+    def _traced(self) -> None:
+        self.traces += 1
 
     def _ready(self) -> Line:
         if self._line is None:
@@ -164,6 +170,12 @@ class Platform:
         if not asked.isdecimal() or not 1 <= int(asked) <= 1024:
             raise Unavailable(f"threads={asked!r}: a number from 1 to 1024 is needed")
         return int(asked)
+
+
+def _allocate(spec: StateSpec, pages: int) -> State:
+    """The cache goes first: in it may be the memory of a larger state that is given up for this one."""
+    mx.clear_cache()
+    return State.allocate(spec, pages)
 
 
 def physical_cores() -> int:
