@@ -162,7 +162,7 @@ class Absent(Vendor):
 
 def test_exceptions_of_a_platform_are_findings() -> None:
     [(kind, reason), *_] = outcome(Broken, "rms_norm[*f64]")
-    assert (kind, reason) == ("error", "RuntimeError: out of registers")
+    assert kind == "error" and reason.startswith("RuntimeError: out of registers (test_conformance.py:")
     assert outcome(Broken, "linear[f32,T1,bias,f64]") == [("unsupported", "biases live elsewhere")]
     assert outcome(Absent, "all_reduce*f64]") == [("unavailable", "the cable is not plugged in")]
     assert not run_suite(Absent, only=["all_reduce"], ledger=Ledger()).ok
