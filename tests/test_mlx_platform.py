@@ -369,3 +369,13 @@ def test_a_smaller_state_takes_less_memory_than_the_larger_one_that_was_given_up
     state = platform.alloc(SPEC, 2000)
     freed = before - mx.get_active_memory() - mx.get_cache_memory()
     assert freed >= 0.9 * 2000 * SPEC.page_bytes()
+
+
+@pytest.mark.parametrize("name", ["q4_1", "q8_0", "affine4_64"])
+def test_many_tokens_multiply_expanded_values(name):
+    raw, values = quantized(np.random.default_rng(1), name, (48, 256))
+    leaf = quant.load_weight([raw], WeightSpec(("w",), "linear"), "f32", HOST)
+    x = np.random.default_rng(2).normal(size=(quant.MANY, 256)).astype(np.float32)
+    for count in (quant.MANY - 1, quant.MANY):
+        got = np.array(leaf.product(mx.array(x[:count])))
+        assert np.abs(got - x[:count] @ values.T).max() < 1e-3 * np.abs(values).max() * 16

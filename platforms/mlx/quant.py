@@ -23,6 +23,7 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 # Format -> bits of a code, in groups of 32.
 BLOCKS = {"q4_0": 4, "q4_1": 4, "q4_k": 4, "q5_0": 5, "q5_1": 5, "q5_k": 5, "q8_0": 8}
 KEPT = (*BLOCKS, *PACKED)
+MANY = 64  # tokens from which a host processor multiplies expanded values faster, measured
 SHARED = 1 << 19  # bytes of a matrix from which on its outputs are shared out among streams
 
 
@@ -81,9 +82,13 @@ class Affine:
     group: int
     bits: int
     dtype: mx.Dtype  # of what goes in and comes out
+    many: int | None = None  # tokens from which the product of expanded values is faster
 
     def product(self, x: mx.array) -> mx.array:
         """[T, in] -> [T, out], computed in the scales' dtype."""
+        if self.many is not None and len(x) >= self.many:
+            values = mx.dequantize(self.packed, self.scales, self.biases, group_size=self.group, bits=self.bits)
+            return (x.astype(values.dtype) @ mx.contiguous(values.T)).astype(x.dtype)
         return mx.quantized_matmul(x.astype(self.scales.dtype), self.packed, self.scales, self.biases, transpose=True,
                                    group_size=self.group, bits=self.bits).astype(x.dtype)
 
@@ -200,7 +205,7 @@ def _matrix(experts: Sequence[Sequence[RawTensor]], dtype: str, device: Device,
         if scale == mx.float16 and np.abs(biases).max() > np.finfo(np.float16).max:
             scale = mx.float32
         return Affine(mx.array(packed), mx.array(scales).astype(scale), mx.array(biases).astype(scale), group, bits,
-                      DTYPES[dtype])
+                      DTYPES[dtype], None if device.metal else MANY)
     # The gathered product of MLX's CPU build takes float32 only.
     wide = mx.float32 if stacked and not device.metal else DTYPES[dtype]
     rows = [mx.concatenate([mx.array(expand(raw)).astype(wide) for raw in parts]) for parts in experts]
