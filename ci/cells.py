@@ -87,7 +87,8 @@ def _cell(job: dict[str, Any], report: dict[str, Any] | None, row: str, about: C
     if report is None:
         return Cell(UNVERIFIED)
     # The first need is the dtype: cases of dtypes that the platform never computes in are not about it.
-    return judge([case for case in report["cases"] if case["needs"][0] in job["capabilities"] and about(case, row)])
+    computed = ("any", *job["capabilities"])
+    return judge([case for case in report["cases"] if case["needs"][0] in computed and about(case, row)])
 
 
 def markdown(matrix: dict[str, Any], reports: dict[str, dict[str, Any]], words: Callable[..., str]) -> str:

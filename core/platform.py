@@ -50,8 +50,9 @@ class Manifest:
     page_sizes:     tokens per page, the default first.  buckets: sizes it compiles for, None = any size.
     memory_total, memory_free: bytes on the device at probe.
     features:       words of `FEATURES` that the platform has.
-    determinism:    "T0" tokens independent of batch, chunking and cache hits; "T1" the same within one run's
-                    shapes; "T2" logits within tolerance of the reference.
+    determinism:    "T0" a position's logits are the same bits, and so its token the same, in every batch, chunking
+                    and cache hit; "T1" the same batch gives the same bits; "T2" logits within tolerance of the
+                    reference. The law `model[*,determinism,*]` compares the bits.
     rank:           preference when several platforms can run and none was named; the highest is taken. The reference
                     is 0, a host processor 10, an accelerator 20.
     kv_share:       share of the memory left after the weights that K and V may take unless the user says otherwise.

@@ -18,22 +18,24 @@ MODEL = ("model[llama,*f32]",)
 
 
 class Mutant(NamedTuple):
-    """`law`: the law it breaks. only: the law's cases that are run. edits: (file, old, new), each `old` there once."""
+    """`law`: the law it breaks. only: the law's cases that are run. edits: (file, old, new), each `old` there once.
+    told: what the message of the case that catches it says."""
 
     name: str
     law: str
     only: tuple[str, ...]
     edits: tuple[tuple[str, str, str], ...]
+    told: str = ""
 
     def load(self, folder: Path) -> Any:
         """The class `Platform` of the broken copy, made inside `folder`."""
         package = f"mutant_{abs(hash((self.name, str(folder))))}"
         shutil.copytree(platform_root() / "reference", folder / package, ignore=shutil.ignore_patterns("__pycache__"))
         for file, old, new in self.edits:
-            path = folder / package / f"{file}.py"
+            path = folder / package / (file if "." in file else f"{file}.py")
             source = path.read_text("utf-8")
             found = source.count(old)
-            assert found == 1, f"mutant {self.name!r}: {old!r} is {found} times in {file}.py, write it anew"
+            assert found == 1, f"mutant {self.name!r}: {old!r} is {found} times in {path.name}, write it anew"
             path.write_text(source.replace(old, new), "utf-8")
         isthmus.platforms.__path__.append(str(folder))
         try:
@@ -49,13 +51,18 @@ class Mutant(NamedTuple):
             del sys.modules[name]
 
 
-def op(name: str, subject: str, file: str, old: str, new: str, law: str = "ops") -> Mutant:
+def op(name: str, subject: str, file: str, old: str, new: str, told: str = "") -> Mutant:
     """A mutant of one edit, looked for in the cases of one op in float32."""
-    return Mutant(name, law, (f"{subject}[*f32]",), ((file, old, new),))
+    return Mutant(name, "ops", (f"{subject}[*f32]",), ((file, old, new),), told)
 
 
-def state(name: str, cases: str, *edits: tuple[str, str, str]) -> Mutant:
-    return Mutant(name, "state", (f"state[{cases},f32]",), edits)
+def state(name: str, cases: str, *edits: tuple[str, str, str], told: str = "") -> Mutant:
+    return Mutant(name, "state", (f"state[{cases},f32]",), edits, told)
+
+
+def claim(name: str, told: str, file: str, old: str, new: str) -> Mutant:
+    """A mutant of one edit that no dtype is needed for."""
+    return Mutant(name, "manifest", ("manifest",), ((file, old, new),), told)
 
 
 SPLIT_SOFTMAX = '''half = len(k) // 2
@@ -67,6 +74,29 @@ SPLIT_SOFTMAX = '''half = len(k) // 2
     best = np.maximum(parts[0][0], parts[1][0])
     total = sum(np.exp(top - best) * mass for top, mass, _, _ in parts)
     return sum(np.einsum("hnm,mhd->nhd", np.exp(top - best) / total * w, value) for top, _, w, value in parts)'''
+
+BIAS_AND_PENALTIES = """    if sampling.bias is not None:
+        apply_bias(logits, sampling.bias)
+    if sampling.penalties is not None:
+        apply_penalties(logits, sampling.penalties, inputs)
+"""
+VIEW = """class View(Dense):
+    raw = None
+
+    def product(self, x):
+        return x @ self.raw.data.view(np.float32).reshape(self.raw.shape).T.astype(x.dtype)
+
+
+def load_weight(raws, spec, dtype):
+    leaf = load_whole(raws, spec, dtype)
+    if spec.role != "linear" or len(raws) > 1 or raws[0].dtype != "f32":
+        return leaf
+    kept = View(leaf.values)
+    object.__setattr__(kept, "raw", raws[0])
+    return kept
+
+
+def load_whole("""
 
 OPS = [
     op("the rotary base is another", "rope", "ops", "np.array(spec.inv_freq)", "np.array(spec.inv_freq) ** 1.01"),
@@ -123,6 +153,44 @@ OPS = [
        "log_softmax(__import__('isthmus').platforms.reference.sampling.adjust(logits, sampling, inputs)).astype"),
     op("a scored token becomes the sampled one", "sample", "ops", "sampled = batch.targets == -1",
        "sampled = batch.targets > -2"),
+    op("bias after penalties", "sample", "sampling", BIAS_AND_PENALTIES, "".join(BIAS_AND_PENALTIES.partition(
+        "    if sampling.penalties")[i] for i in (1, 2, 0))),
+    op("a uniform of 0 draws a banned token", "sample", "sampling", 'side="right"', 'side="left"', "expected 40"),
+    op("tokens are float64", "sample", "sampling", "np.maximum(targets, 0).astype(np.int32)",
+       "np.maximum(targets, 0).astype(np.float64)", "tokens is ndarray float64, not numpy int32"),
+    op("-1 is taken for the last row of the table", "embed", "ops", "np.where(ids < 0, self.last, ids)", "ids",
+       "tokens of -1 stand for the last token that `sample` kept for the row's sequence slot in the State"),
+    op("load keeps a view of the checkpoint", "linear", "quant", "def load_weight(", VIEW,
+       "load keeps a view of them"),
+]
+
+CLAIMS = [
+    claim("a dtype is misspelt", "compute_dtypes: 'float32' is not known; there are f64, f32", "platform",
+          "compute_dtypes=tuple(DTYPES)", 'compute_dtypes=("float32", "f32")'),
+    claim("pages of no tokens", "page_sizes is (0, 16, 1, 4", "platform", "page_sizes=(16,", "page_sizes=(0, 16,"),
+    claim("an unknown tier", "determinism is 'T9'; there are T0, T1, T2", "platform", '"T1"', '"T9"'),
+    claim("an unknown feature", "features: 'exportpages' is not known", "platform", "frozenset(FEATURES)",
+          'frozenset(FEATURES) | {"exportpages"}'),
+    claim("an unknown format", "formats: 'int4' is not known", "platform", "formats=KEPT", 'formats=("int4",)'),
+    claim("more than the file says", "determinism: T0, its file says T1", "platform", '"T1"', '"T0"'),
+    claim("a file that cannot be read", "manifest.toml: ", "manifest.toml", "interface = 1", "interface = "),
+    claim("a file with a word of its own", "unknown field `rnk`", "manifest.toml", "interface = 1",
+          "interface = 1\nrnk = 1"),
+    claim("yes for an answer", "returned True: None (it can) or a text", "platform", "        return None\n",
+          "        return True\n"),
+    claim("every op is known", "supports('no_such_op') returned None", "platform",
+          "if op not in OPS and op not in FEATURES:", "if False:"),
+    claim("what is claimed is refused", "supports('moe') says 'not today'", "platform",
+          "if op not in OPS and op not in FEATURES:", 'if op == "moe":\n            return "not today"\n        '
+          "if op not in OPS and op not in FEATURES:"),
+    claim("no state comes back from a copy", "copy_pages returned None, a state is needed", "platform",
+          "part[list(dst)] = part[list(src)]\n        return state", "part[list(dst)] = part[list(src)]"),
+    claim("alloc returns nothing", "alloc returned None, a state is needed", "platform",
+          "return State(spec, tuple(caches), np.zeros(spec.seqs, np.int32))",
+          "State(spec, tuple(caches), np.zeros(spec.seqs, np.int32))"),
+    claim("a step returns no pair", "the step returned a Finished, a pair is needed", "graph",
+          "self.weights, batch)), state", "self.weights, batch))"),
+    claim("compile returns nothing", "compile returned None, a step", "platform", "return EagerStep", "EagerStep"),
 ]
 
 STATE = [
@@ -139,7 +207,8 @@ STATE = [
     state("data of any length is taken", "import_of_wrong_size", ("platform", "if len(data) != expected:",
           "if len(data) < expected:")),
     state("the new state is dropped", "neighbours,page4",
-          ("graph", "Ops(state, batch)", "Ops(__import__('copy').deepcopy(state), batch)")),
+          ("graph", "Ops(state, batch)", "Ops(__import__('copy').deepcopy(state), batch)"),
+          told="is it the old state?"),
     state("all states are one", "two_states,pages", ("platform",
           "return State(spec, tuple(caches), np.zeros(spec.seqs, np.int32))",
           "self.one = getattr(self, 'one', None) or State(spec, tuple(caches), np.zeros(spec.seqs, np.int32))\n"
@@ -158,6 +227,8 @@ OTHERS = [
            "seen = (age >= 0) & (age <= positions[:, None] - positions[0] if len(q) > 1 else age >= 0) if"),)),
     Mutant("results depend on the batch", "model", MODEL, (("ops", "out = weight.product(x)",
            "out = weight.product(x) * (1 + 1e-3 * len(x))"),)),
+    Mutant("T0 is claimed for bits that depend on the batch", "model", ("model[llama,determinism,f32]",), (
+        ("platform", '"T1"', '"T0"'),), "T0 is declared; in chunks beside another sequence"),
     Mutant("padding logit rows are kept as sampled", "compile", ("compile[*f32]",), (("ops",
            "sampled = batch.targets == -1", "sampled = batch.targets < 0"),)),
     Mutant("padding rows are attended", "compile", ("compile[padding*f32]",), (("attention",
@@ -177,4 +248,4 @@ OTHERS = [
          "            return Finished(None, error), state"),)),
 ]
 
-ALL = [*OPS, *STATE, *OTHERS]
+ALL = [*OPS, *CLAIMS, *STATE, *OTHERS]

@@ -4,9 +4,11 @@ promises: outcomes that are never confused, strict ledgers, reports, an installe
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +54,8 @@ def test_law(name: str, case: Case) -> None:
 def test_cases_have_ids_of_their_own_and_need_capabilities_only() -> None:
     cases = all_cases()
     assert len({case.id for case in cases}) == len(cases)
-    assert {case.law for case in cases} == set(LAWS) == {"ops", "model", "state", "compile", "parallel", "scheduler"}
+    assert {case.law for case in cases} == set(LAWS) == {"manifest", "ops", "model", "state", "compile", "parallel",
+                                                         "scheduler"}
     assert {feature for case in cases for feature in case.needs.features} == set(FEATURES)
     names = set(discovery.list_platforms())
     assert not [case.id for case in cases if names & {case.op, *case.needs.words()}]
@@ -62,7 +65,7 @@ def test_only_takes_laws_ops_and_patterns() -> None:
     assert {case.law for case in all_cases(["state"])} == {"state"}
     assert {case.op for case in all_cases(["rope"])} == {"rope"}
     assert [case.id for case in all_cases(["linear[q4_1+q8_0,T4,*32]"])] == ["linear[q4_1+q8_0,T4,f32]"]
-    with pytest.raises(ValueError, match="'dance' is no law and no case; laws: ops, model"):
+    with pytest.raises(ValueError, match="'dance' is no law and no case; laws: manifest, ops"):
         all_cases(["rope", "dance"])
 
 
@@ -207,7 +210,59 @@ def test_a_stale_entry_fails_a_whole_run(monkeypatch: pytest.MonkeyPatch, tmp_pa
     gone = ledger_file(tmp_path, "[[xfail]]\ncase = 'gone[*]'\nreason = 'long ago'")
     report = run_suite(Vendor, ledger=gone)
     assert report.stale == ("gone[*]",) and not report.ok and "`gone[*]`" in report.as_markdown()
-    assert run_suite(Vendor, ledger=Ledger()).ok
+    assert run_suite(Vendor, ledger=Ledger()).stale == ()
+
+
+class Refusing(Vendor):
+    """Says no to everything, or computes in a dtype that nobody knows."""
+
+    def supports(self, op: str, **case: Any) -> str | None:
+        return "no"
+
+
+class Misspelt(Vendor):
+    def probe(self, rank: int = 0, world: int = 1) -> Any:
+        return replace(super().probe(), compute_dtypes=("float32",))
+
+
+class OneCache(Vendor):
+    """Keeps K and V in f32 only, and refuses other states."""
+
+    def probe(self, rank: int = 0, world: int = 1) -> Any:
+        return replace(super().probe(), kv_dtypes=("f32",))
+
+    def alloc(self, spec: Any, pages: int) -> Any:
+        assert spec.dtype == "f32"
+        return super().alloc(spec, pages)
+
+
+def test_what_is_claimed_must_be_shown() -> None:
+    report = replace(run_suite("reference", only=["rope"]), partial=False)
+    assert report.unproved() == [f"{dtype} is among the compute_dtypes, and no case of the law model passed in it"
+                                   for dtype in ("f64", "f32")]
+    assert not report.ok and "no case of the law model passed" in report.as_markdown()
+    for platform, only in ((Refusing, "attention[*f32]"), (Misspelt, "linear")):
+        report = run_suite(platform, only=[only], ledger=Ledger())
+        assert set(report.counts()) == {Outcome.UNSUPPORTED} and not report.ok
+        assert report.unproved() == ["none of these cases was run: nothing is shown"]
+
+
+def test_other_dtypes_of_k_and_v_keep_no_op_from_its_cases() -> None:
+    report = run_suite(OneCache, only=["linear[f32,T1*", "sample[state*", "attention[mha*"], ledger=Ledger())
+    passed = {result.case.id for result in report.results if result.outcome is Outcome.PASSED}
+    assert report.ok and {"linear[f32,T1,bias,f64]", "sample[state,f64]", "attention[mha,4/4x16,page16,f32]"} <= passed
+
+
+def test_a_platform_without_a_manifest_file_is_told() -> None:
+    [(kind, reason)] = outcome(Vendor, "manifest[file]")
+    assert kind == "wrong" and "there is no " in reason and "tests/manifest.toml" in reason
+
+
+def test_a_wrong_value_of_attention_says_whose_it_is() -> None:
+    [(kind, reason)] = outcome(Mistaken, "attention[copied_pages*f32]")
+    assert kind == "wrong"
+    assert re.search(r"at \[0, 0, 0\] \(token 0 = row 0, sequence slot 1, position 33 of context 34, page \d+, "
+                     r"kv head 0, head 0; 6 of 6 tokens are off\), expected", reason), reason
 
 
 def test_what_computes_nothing_is_refused() -> None:
@@ -226,7 +281,6 @@ class Two(Vendor):
     """Says that it runs two ranks, and sums nothing."""
 
     def probe(self, rank: int = 0, world: int = 1) -> Any:
-        from dataclasses import replace
         return replace(super().probe(), local_ranks=world)
 
 
@@ -244,7 +298,7 @@ def test_report_as_data_and_markdown() -> None:
     assert (data["platform"], data["seed"], data["ok"]) == ("reference", 5, False)
     assert data["counts"] == {"passed": 1, "unavailable": 0, "unsupported": 1, "expected failure": 0,
                               "unexpected pass": 0, "wrong": 1, "error": 0}
-    assert data["versions"]["numpy"] == np.__version__ and data["manifest"]["determinism"] == "T0"
+    assert data["versions"]["numpy"] == np.__version__ and data["manifest"]["determinism"] == "T1"
     case = next(c for c in data["cases"] if c["outcome"] == "wrong")
     assert case["id"] == "attention[copied_pages,4/2x32,page16,f64]" and case["law"] == "ops"
     assert case["needs"] == ["f64", "kv f64", "pages of 16"] and case["numbers"]["nmse"] > 0 and case["seconds"] > 0

@@ -25,6 +25,7 @@ def test_mutant_is_caught(mutant: Mutant, tmp_path):
     report = run_suite(mutant.load(tmp_path), only=mutant.only, ledger=Ledger(), stop_early=True)
     caught = {result.case.law for result in report.results if result.outcome in FAILED}
     assert caught == {mutant.law}, f"survived {len(report.results)} cases of {', '.join(mutant.only)}"
+    assert mutant.told in report.results[-1].reason
 
 
 def test_the_copy_itself_is_whole(tmp_path):

@@ -47,7 +47,7 @@ class Platform:
         return Manifest(
             name="reference", device=machine.processor() or machine.machine(), interface=INTERFACE_VERSION,
             compute_dtypes=tuple(DTYPES), kv_dtypes=tuple(DTYPES), formats=KEPT, page_sizes=(16, 1, 4, 8, 32, 64),
-            buckets=None, memory_total=total, memory_free=free, features=frozenset(FEATURES), determinism="T0",
+            buckets=None, memory_total=total, memory_free=free, features=frozenset(FEATURES), determinism="T1",
             details={"numpy": np.__version__})
 
     def supports(self, op: str, **case: Any) -> str | None:

@@ -14,6 +14,8 @@ import numpy as np
 
 from ..core.platform import Manifest
 
+ANY = "any"  # in place of a dtype: the case is about none
+
 
 class Wrong(AssertionError):
     """The platform computed something else than the law says.
@@ -36,7 +38,7 @@ class Wrong(AssertionError):
 class Needs:
     """Capabilities.
 
-    dtype: that is computed in.  kv: is it K and V's too?  features: words of `core.platform.FEATURES`.
+    dtype: that is computed in, or `ANY`.  kv: is it K and V's too?  features: words of `core.platform.FEATURES`.
     asks:  ops as `Platform.supports(op, **case)` is asked.  page_size: tokens in a page.  buckets: of static sizes.
     """
 
@@ -56,7 +58,7 @@ class Needs:
 
     def missing(self, platform: Any, manifest: Manifest) -> str | None:
         """The reason why the platform does not claim this, or None. Ranks are found out by the case itself."""
-        if self.dtype not in manifest.compute_dtypes:
+        if self.dtype not in (ANY, *manifest.compute_dtypes):
             return f"{self.dtype} is not computed"
         if self.kv and self.dtype not in manifest.kv_dtypes:
             return f"K and V are not kept in {self.dtype}"
@@ -65,10 +67,18 @@ class Needs:
         if self.buckets and manifest.buckets is None:
             return "no buckets: every size is taken"
         for feature in self.features:
-            reason = f"no {feature}" if feature not in manifest.features else platform.supports(feature)
+            reason = f"no {feature}" if feature not in manifest.features else asked(platform, feature)
             if reason:
                 return reason
-        return next(filter(None, (platform.supports(op, **case) for op, case in self.asks)), None)
+        return next(filter(None, (asked(platform, op, **case) for op, case in self.asks)), None)
+
+
+def asked(platform: Any, op: str, **case: Any) -> str | None:
+    """What `supports` says, which is None or a reason and nothing else."""
+    answer = platform.supports(op, **case)
+    if answer is None or isinstance(answer, str) and answer:
+        return answer
+    raise Wrong(f"supports({op!r}) returned {answer!r}: None (it can) or a text that says why not is needed")
 
 
 @dataclass(frozen=True)
@@ -95,18 +105,62 @@ class Case:
         return self.id
 
 
+class Guarded:
+    """A platform whose answers are looked at: what is of the wrong kind is named where it is returned."""
+
+    def __init__(self, platform: Any):
+        self._platform = platform
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._platform, name)
+        if name in ("alloc", "copy_pages", "import_pages"):
+            return lambda *args, **kwargs: _state(name, value(*args, **kwargs))
+        if name == "compile":
+            return lambda *args, **kwargs: _step(value(*args, **kwargs))
+        return value
+
+
+def _state(name: str, answer: Any) -> Any:
+    if answer is None:
+        raise Wrong(f"{name} returned None, a state is needed")
+    return answer
+
+
+def _step(step: Any) -> Callable[[Any, Any], tuple[Any, Any]]:
+    if not callable(step):
+        raise Wrong(f"compile returned {_shown(step)}, a step that is called with (state, batch) is needed")
+
+    def launch(state: Any, batch: Any) -> tuple[Any, Any]:
+        pair = step(state, batch)
+        if not isinstance(pair, tuple) or len(pair) != 2 or not callable(getattr(pair[0], "collect", None)):
+            raise Wrong(f"the step returned {_shown(pair)}, a pair is needed: an object with collect(), and the state")
+        return pair[0], _state("the step", pair[1])
+    return launch
+
+
+def _shown(answer: Any) -> str:
+    if isinstance(answer, tuple):
+        return f"a tuple of {len(answer)} ({', '.join(map(_shown, answer[:3]))})"
+    return "None" if answer is None else f"a {type(answer).__name__}"
+
+
 @dataclass
 class Context:
     """A probed platform and what the cases share.
 
     make: gives a fresh platform that was not probed yet; None where the suite was handed one object only.
+    kind: the platform's class; `platform` itself is `Guarded`.
     """
 
     platform: Any
     manifest: Manifest
     seed: int = 0
     make: Callable[[], Any] | None = None
+    kind: type = field(init=False)
     _kept: dict[Any, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.kind, self.platform = type(self.platform), Guarded(self.platform)
 
     def once(self, key: Any, build: Callable[[], Any]) -> Any:
         """What `build` gave when it was first asked for under `key`; a failure is not kept."""

@@ -12,7 +12,7 @@ from ..core.platform import LayerState, StateSpec
 from .case import Case, Context, Needs, Wrong
 from .opcase import DTYPES, NMSE, OpCase, Run
 from .ops_attention import Shape
-from .ops_run import Launcher, as_case, check_step
+from .ops_run import Launcher, as_case, built, check_step
 from .ops_sampling import Row, chain_batch, chain_run
 from .ops_slots import Memory
 
@@ -90,7 +90,7 @@ def memory_case(name: str, page: int, dtype: str) -> OpCase:
 def two_states(case: OpCase, subject: str) -> Case:
     """Two states of one platform share nothing: the same steps with other numbers on both, in turn."""
     def check(context: Context) -> None:
-        runs = [case.build(context.seed + which) for which in (0, 1)]
+        runs = [built(case, context.seed + which, context.manifest) for which in (0, 1)]
         launchers = [Launcher(context.platform, case.dtype, run, context.manifest.buckets) for run in runs]
         states = [context.platform.alloc(run.state, run.pages) for run in runs]
         for number in range(len(runs[0].steps)):

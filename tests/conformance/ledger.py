@@ -61,9 +61,15 @@ def read_ledger(path: Path) -> Ledger:
         unknown = set(content) - {"unsupported", "xfail"}
         if unknown:
             raise ValueError(f"unknown table {', '.join(sorted(unknown))}; there are: unsupported, xfail")
-        return Ledger(**{kind: tuple(Entry(**entry) for entry in entries) for kind, entries in content.items()})
+        return Ledger(**{kind: tuple(_entry(kind, entry) for entry in entries) for kind, entries in content.items()})
     except (ValueError, TypeError) as error:
         raise ValueError(f"{path}: {error}") from error
+
+
+def _entry(kind: str, fields: Any) -> Entry:
+    if not isinstance(fields, dict) or not {"case", "reason"} <= set(fields) <= {"case", "reason", "error"}:
+        raise ValueError(f"[[{kind}]] {fields!r}: an entry has case and reason, and perhaps error")
+    return Entry(**fields)
 
 
 def ledger_of(platform: Any) -> Ledger:

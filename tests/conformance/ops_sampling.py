@@ -200,11 +200,35 @@ def parameter_cases(dtype: str) -> Iterator[OpCase]:
                features=("penalties",))
     yield case("bias", dtype, Sampling(bias=some_bias()), features=("logit_bias",))
     yield case("bias,temperature", dtype, Sampling(WARM, bias=some_bias()), features=("logit_bias",))
+    yield bias_first(dtype)
+    yield from zero_draws(dtype)
     yield case("mask", dtype, Sampling(mask=some_mask()), features=("grammar_mask",))
     yield case("mask,temperature", dtype, Sampling(floats(*[1.3] * 8), mask=some_mask()), features=("grammar_mask",))
     yield case("everything", dtype, together._replace(penalties=some_penalties(), bias=some_bias(), mask=some_mask(),
                                                       top_logprobs=ints(0, 0, 0)),
                features=("penalties", "logit_bias", "grammar_mask", "logprobs"))
+
+
+def bias_first(dtype: str) -> OpCase:
+    """Each row adds 8 to a token that repetition divides by 4; added after that, the token would win."""
+    rows = ints(*range(8))
+    off = floats(*[0] * 8)
+    penalties = Penalties(rows, rows + 20, ints(*[1] * 8), ints(*[0] * 8), floats(*[4] * 8), off, off)
+    sampling = Sampling(penalties=penalties, bias=Bias(rows, rows + 20, floats(*[8] * 8)))
+    return case("bias_before_penalties", dtype, sampling, features=("penalties", "logit_bias"))
+
+
+def zero_draws(dtype: str) -> Iterator[OpCase]:
+    """A uniform of 0 draws the first token of any probability: a token of none, banned or far below, is never drawn."""
+    logits = np.zeros((3, VOCAB))
+    logits[1, :40], logits[2, ::2] = -29952, -29952  # exactly 0 by softmax, in every dtype
+    warm = Sampling(floats(1, 1, 0.7), uniform=floats(0, 0, 0))
+    bans = Bias(ints(0, 0, 1), ints(0, 1, 40), floats(*[-math.inf] * 3))
+    for name, sampling, tokens, features in (("uniform0", warm, [0, 40, 1], ()),
+                                             ("uniform0,bans", warm._replace(bias=bans), [2, 41, 1], ("logit_bias",))):
+        step = Step(sampled, token_batch(3, sampling=sampling, targets=ints(-1, -1, -1)), StepResult(np.array(tokens)))
+        run = Run({"logits": table(logits)}, [step], state(dtype, 4), 4)
+        yield OpCase(f"sample[{name},{dtype}]", "sample", dtype, lambda seed, run=run: run, features=features)
 
 
 def score_cases(dtype: str) -> Iterator[OpCase]:
@@ -299,7 +323,22 @@ def pending_tokens() -> list[Batch]:
             chain_batch(then, lengths, Sampling(penalties=penalties(2, 4.0)))]
 
 
+def pending_embed(dtype: str, seed: int) -> Run:
+    """Three sequences sample a token each; the next launch embeds them as -1, in another order, beside a given one."""
+    lengths: dict[int, int] = {}
+    start = chain_batch([(seq, [seq + 3], {0: -1}) for seq in (1, 2, 3)], lengths, Sampling())
+    then = chain_batch([(3, [-1], {0: -2}), (1, [-1], {}), (4, [7], {}), (2, [-1], {})], lengths, Sampling())
+    run = chain_run(dtype, [start], seed)
+    kept = run.steps[0].expected.tokens
+    values = normal(random_source(seed, "pending embed"), (VOCAB, 64), dtype)
+    run.steps.append(Step(lambda ops, w, batch: ops.embed(batch.tokens, w["values"]), then,
+                          values[[kept[2], kept[0], 7, kept[1]]], 4))
+    run.weights["values"] = table(values)
+    return run
+
+
 def state_cases(dtype: str) -> Iterator[OpCase]:
+    yield OpCase(f"embed[pending,{dtype}]", "embed", dtype, lambda seed: pending_embed(dtype, seed))
     yield OpCase(f"sample[state,{dtype}]", "sample", dtype, lambda seed: chain_run(dtype, kept_tokens(), seed))
     yield OpCase(f"sample[state,pending,{dtype}]", "sample", dtype,
                  lambda seed: chain_run(dtype, pending_tokens(), seed, own=4.0), features=("penalties",))

@@ -71,4 +71,6 @@ def check_greedy(context: Context, kind: str, prompt: Sequence[int], output: Seq
     if len(bad):
         at = int(bad[0])
         raise Wrong(f"{what}: output token {at} is {output[at]}, whose logit is {short[at]:.3g} below that of "
-                    f"{int(want[at].argmax())}; errors explain {margin(want, dtype):.1g}", index=(at,))
+                    f"{int(want[at].argmax())}, and rounding explains {margin(want, dtype):.1g} at most"
+                    + (": is the token of the step before kept in the State under the row's sequence slot, and looked "
+                       "up there for an input of -1?" if at else ""), index=(at,))

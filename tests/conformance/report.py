@@ -49,7 +49,8 @@ class Result:
 
 @dataclass(frozen=True)
 class Report:
-    """A whole run. stale: entries of the ledger that no case has. versions: of what took part, as far as known."""
+    """A whole run. stale: entries of the ledger that no case has. versions: of what took part, as far as known.
+    partial: of chosen cases only."""
 
     platform: str
     seed: int
@@ -60,12 +61,25 @@ class Report:
     started: str
     seconds: float
     stale: tuple[str, ...] = ()
+    partial: bool = False
 
     @property
     def ok(self) -> bool:
-        """The platform was there, nothing is wrong and nothing unexpected."""
+        """The platform was there, nothing is wrong, nothing unexpected, and what it claims was shown."""
         counts = self.counts()
-        return not self.stale and not any(counts[outcome] for outcome in (*BAD, Outcome.UNAVAILABLE))
+        return not (self.stale or self.unproved() or any(counts[outcome] for outcome in (*BAD, Outcome.UNAVAILABLE)))
+
+    def unproved(self) -> list[str]:
+        """Why a run in which nothing is wrong shows too little: a dtype that the manifest claims passed no case of an
+        op or of a model; of chosen cases none was run."""
+        counts = self.counts()
+        if self.partial or counts[Outcome.UNAVAILABLE]:
+            return ["none of these cases was run: nothing is shown"] * (set(counts) == {Outcome.UNSUPPORTED})
+        there = {result.case.dtype for result in self.results}
+        passed = {(r.case.law, r.case.dtype) for r in self.results if r.outcome is Outcome.PASSED}
+        return [f"{dtype} is among the compute_dtypes, and no case of the law {law} passed in it"
+                for dtype in self.manifest.get("compute_dtypes", ()) for law in ("ops", "model")
+                if dtype in there and (law, dtype) not in passed]
 
     def counts(self) -> Counter[Outcome]:
         return Counter(result.outcome for result in self.results)
@@ -90,6 +104,7 @@ class Report:
         return {"format": 1, "platform": self.platform, "ok": self.ok, "seed": self.seed, "started": self.started,
                 "seconds": round(self.seconds, 3), "machine": self.machine, "versions": dict(self.versions),
                 "manifest": dict(self.manifest), "stale": list(self.stale),
+                "unproved": self.unproved(),
                 "counts": {outcome.value: self.counts()[outcome] for outcome in Outcome},
                 "cases": [result.as_dict() for result in self.results]}
 
@@ -110,6 +125,7 @@ class Report:
             lines += ["", f"## {title}", ""] * bool(found)
             lines += [f"- `{r.case.id}` {r.outcome}: {r.reason}" for r in found]
         lines += [f"- the ledger's `{pattern}` is no case any more" for pattern in self.stale]
+        lines += [f"- {told}" for told in self.unproved()]
         unsupported = self.reasons(Outcome.UNSUPPORTED)
         lines += ["", "## Unsupported", ""] * bool(unsupported)
         lines += [f"- {count} cases: {reason}" for reason, count in unsupported]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.discovery import load_platform
-from ..core.platform import Unavailable, Unsupported
+from ..core.platform import Manifest, Unavailable, Unsupported
 from .case import Case, Context, Wrong
 from .laws import all_cases
 from .ledger import Ledger, ledger_of
@@ -41,10 +41,10 @@ def run_case(context: Context, case: Case, ledger: Ledger) -> Result:
     seconds = time.perf_counter() - began
     if reason is not None:
         return Result(case, Outcome.UNSUPPORTED, reason, {}, seconds)
-    return _judge(case, error, ledger, seconds, context.platform)
+    return _judge(case, error, ledger, seconds, context.kind)
 
 
-def _judge(case: Case, error: Exception | None, ledger: Ledger, seconds: float, platform: Any) -> Result:
+def _judge(case: Case, error: Exception | None, ledger: Ledger, seconds: float, kind: type) -> Result:
     """The outcome of a case that ran, in the light of what the ledger expects."""
     entry = ledger.expected(case)
     if error is None:
@@ -55,16 +55,16 @@ def _judge(case: Case, error: Exception | None, ledger: Ledger, seconds: float, 
     numbers = error.numbers() if isinstance(error, Wrong) else {}
     told = str(error)
     if not isinstance(error, AssertionError):
-        told = f"{type(error).__name__}: {error}{_place(error, platform)}"
+        told = f"{type(error).__name__}: {error}{_place(error, kind)}"
     outcome = Outcome.WRONG if isinstance(error, AssertionError) else Outcome.ERROR
     if entry and (entry.error in str(error) if entry.error else outcome is Outcome.WRONG):
         return Result(case, Outcome.EXPECTED, f"{entry.reason} ({told})", numbers, seconds)
     return Result(case, outcome, told, numbers, seconds)
 
 
-def _place(error: Exception, platform: Any) -> str:
+def _place(error: Exception, kind: type) -> str:
     """Where in the platform's own folder it was raised, or nothing."""
-    folder = Path(inspect.getfile(type(platform))).parent
+    folder = Path(inspect.getfile(kind)).parent
     own = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).parent == folder]
     return f" ({Path(own[-1].filename).name}:{own[-1].lineno} in {own[-1].name}: {own[-1].line})" if own else ""
 
@@ -91,6 +91,8 @@ def run_suite(platform: Any, options: Mapping[str, str] | None = None, *, only: 
     except Unavailable as error:
         results = tuple(Result(case, Outcome.UNAVAILABLE, str(error)) for case in cases)
         return _report(name, seed, results, {}, {}, started, time.perf_counter() - began)
+    if not isinstance(manifest, Manifest):
+        raise TypeError(f"{name}: probe returned a {type(manifest).__name__}, a Manifest is needed")
     context = Context(made, manifest, seed, make)
     try:
         results = _run_all(context, cases, ledger, progress, stop_early)
@@ -98,7 +100,7 @@ def run_suite(platform: Any, options: Mapping[str, str] | None = None, *, only: 
         context.close()
     stale = () if only else tuple(ledger.stale(cases))
     return _report(manifest.name, seed, results, manifest_data(manifest), manifest.details, started,
-                   time.perf_counter() - began, stale)
+                   time.perf_counter() - began, stale, bool(only))
 
 
 def _run_all(context: Context, cases: Sequence[Case], ledger: Ledger, progress: Progress | None,
@@ -124,10 +126,10 @@ def _factory(platform: Any, options: dict[str, str]) -> Callable[[], Any] | None
 
 
 def _report(name: str, seed: int, results: tuple[Result, ...], manifest: dict[str, Any], details: Mapping[str, str],
-            started: datetime, seconds: float, stale: tuple[str, ...] = ()) -> Report:
+            started: datetime, seconds: float, stale: tuple[str, ...] = (), partial: bool = False) -> Report:
     versions = {"isthmus": _version(), "python": machine.python_version(), **details}
     return Report(name, seed, results, manifest, versions, f"{machine.platform()}, {machine.machine()}",
-                  started.isoformat(timespec="seconds"), seconds, stale)
+                  started.isoformat(timespec="seconds"), seconds, stale, partial)
 
 
 def _version() -> str:

@@ -79,6 +79,8 @@ def _show_failures(report: Report, console: Any) -> None:
         console.print(f"[red]and {len(failures) - MAX_FAILURES} failures more (--json has all)[/]")
     for pattern in report.stale:
         console.print(f"[red]stale[/] the ledger's {escape(repr(pattern))} is no case any more: remove the entry")
+    for told in report.unproved():
+        console.print(f"[red]unproved[/] {escape(told)}")
 
 
 def _coloured(counts: Any) -> str:
