@@ -4,6 +4,7 @@ promises: outcomes that are never confused, strict ledgers, reports, an installe
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -372,6 +373,29 @@ def test_an_installed_package_is_held_to_the_laws_and_has_its_ledger(package: Pa
         "[[xfail]]\ncase = 'attention[copied_pages*]'\nreason = 'waits for firmware 2'\n")
     done = command()
     assert done.returncode == 0 and "waits for firmware 2" in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("line, code, told", [
+    ("os.abort()", -6, "in rope[3x64,to1000,scale1,f64]"),
+    ("ctypes.string_at(0)", -11, "in rope[3x64,to1000,scale1,f64]"),
+    ("time.sleep(600)", 1, "error rope[3x64,to1000,scale1,f64]: TimeoutError: took longer than 1 s"),
+    ("threading.Thread(target=time.sleep, args=(600,)).start(); threading.Event().wait()", 1, "took longer than 1 s"),
+])
+def test_a_case_that_crashes_or_never_ends_is_named(package: Path, line: str, code: int, told: str) -> None:
+    (package / "isthmus_faulty" / "platform.py").write_text(f"""
+import ctypes, os, threading, time
+from isthmus.platforms.reference.platform import Platform as Reference
+
+class Platform(Reference):
+    def load(self, raws, spec, dtype):
+        {line}
+""")
+    script = f"import sys; sys.path.insert(0, {str(package)!r}); from isthmus.core.cli.main import main; " \
+             "sys.exit(main(['conformance', '--platform=faulty', '--only', 'rope', '--timeout', '1', '--verbose']))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60,
+                          env={**os.environ, "COLUMNS": "200"})
+    assert done.returncode == code and told in done.stdout + done.stderr, done.stdout + done.stderr
+    assert done.stderr.startswith("1/") and "the cases behind" in done.stdout or code < 0
 
 
 def test_the_kit_imports_no_framework() -> None:

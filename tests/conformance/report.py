@@ -50,7 +50,7 @@ class Result:
 @dataclass(frozen=True)
 class Report:
     """A whole run. stale: entries of the ledger that no case has. versions: of what took part, as far as known.
-    partial: of chosen cases only."""
+    partial: of chosen cases only.  late: ended at a case that took too long, the others were not run."""
 
     platform: str
     seed: int
@@ -62,17 +62,21 @@ class Report:
     seconds: float
     stale: tuple[str, ...] = ()
     partial: bool = False
+    late: bool = False
 
     @property
     def ok(self) -> bool:
         """The platform was there, nothing is wrong, nothing unexpected, and what it claims was shown."""
         counts = self.counts()
-        return not (self.stale or self.unproved() or any(counts[outcome] for outcome in (*BAD, Outcome.UNAVAILABLE)))
+        bad = any(counts[outcome] for outcome in (*BAD, Outcome.UNAVAILABLE))
+        return not (bad or self.stale or self.late or self.unproved())
 
     def unproved(self) -> list[str]:
         """Why a run in which nothing is wrong shows too little: a dtype that the manifest claims passed no case of an
         op or of a model; of chosen cases none was run."""
         counts = self.counts()
+        if self.late:
+            return [f"the cases behind {self.results[-1].case.id} were not run"]
         if self.partial or counts[Outcome.UNAVAILABLE]:
             return ["none of these cases was run: nothing is shown"] * (set(counts) == {Outcome.UNSUPPORTED})
         there = {result.case.dtype for result in self.results}

@@ -17,6 +17,7 @@ from .case import Case, Context, Wrong
 from .laws import all_cases
 from .ledger import Ledger, ledger_of
 from .report import Outcome, Report, Result, manifest_data
+from .watch import at_most, named
 
 Progress = Callable[[int, int, Result | None, str], None]  # (cases done, in all, the last result, the next case's id)
 
@@ -25,20 +26,23 @@ class Refused(Exception):
     """There is nothing to hold this platform to; the message is the platform's own reason."""
 
 
-def run_case(context: Context, case: Case, ledger: Ledger) -> Result:
-    """One case; never raises, whatever the platform does."""
+def run_case(context: Context, case: Case, ledger: Ledger, limit: float | None = None) -> Result:
+    """One case; never raises, whatever the platform does. limit: seconds after which it is an error."""
     began = time.perf_counter()
     reason = ledger.declared(case)
     error: Exception | None = None
     try:
         reason = reason or case.needs.missing(context.platform, context.manifest)
         if reason is None:
-            case.check(context)
+            with at_most(limit):
+                named(case)(context)
     except Unsupported as said:
         reason = str(said) or "unsupported"
     except Exception as raised:  # whatever a platform raises is a finding, never the end of the run
         error = raised
     seconds = time.perf_counter() - began
+    if limit is not None and seconds >= limit and not isinstance(error, TimeoutError):  # it may have been caught inside
+        error = TimeoutError(f"took longer than {limit:g} s")
     if reason is not None:
         return Result(case, Outcome.UNSUPPORTED, reason, {}, seconds)
     return _judge(case, error, ledger, seconds, context.kind)
@@ -70,12 +74,14 @@ def _place(error: Exception, kind: type) -> str:
 
 
 def run_suite(platform: Any, options: Mapping[str, str] | None = None, *, only: Sequence[str] = (), seed: int = 0,
-              ledger: Ledger | None = None, progress: Progress | None = None, stop_early: bool = False) -> Report:
+              ledger: Ledger | None = None, progress: Progress | None = None, stop_early: bool = False,
+              limit: float | None = None) -> Report:
     """Hold a platform to the laws.
 
     platform: a name, a class or function that makes a platform from its options, or an object that was not probed
     yet (then what needs a second object is unsupported).  only: as in `laws.all_cases`.  ledger: the one beside the
     platform's class unless given.  stop_early: end at the first case that is wrong or an error.
+    limit: seconds for a case; the run ends at one that takes longer, since what it left behind may never end.
     Raises `Refused` for a platform that computes nothing, `ValueError` for an unknown pattern.
     """
     started, began = datetime.now(UTC), time.perf_counter()
@@ -95,21 +101,27 @@ def run_suite(platform: Any, options: Mapping[str, str] | None = None, *, only: 
         raise TypeError(f"{name}: probe returned a {type(manifest).__name__}, a Manifest is needed")
     context = Context(made, manifest, seed, make)
     try:
-        results = _run_all(context, cases, ledger, progress, stop_early)
-    finally:
+        results = _run_all(context, cases, ledger, progress, stop_early, limit)
+    except BaseException:
+        context.close()
+        raise
+    late = limit is not None and bool(results) and results[-1].seconds >= limit
+    if not late:
         context.close()
     stale = () if only else tuple(ledger.stale(cases))
     return _report(manifest.name, seed, results, manifest_data(manifest), manifest.details, started,
-                   time.perf_counter() - began, stale, bool(only))
+                   time.perf_counter() - began, stale, bool(only), late)
 
 
 def _run_all(context: Context, cases: Sequence[Case], ledger: Ledger, progress: Progress | None,
-             stop_early: bool) -> tuple[Result, ...]:
+             stop_early: bool, limit: float | None) -> tuple[Result, ...]:
     tell = progress or (lambda done, total, last, following: None)
     results: list[Result] = []
     for case in cases:
         tell(len(results), len(cases), results[-1] if results else None, case.id)
-        results.append(run_case(context, case, ledger))
+        results.append(run_case(context, case, ledger, limit))
+        if limit is not None and results[-1].seconds >= limit:
+            break
         if stop_early and results[-1].outcome in (Outcome.WRONG, Outcome.ERROR):
             break
     tell(len(results), len(cases), results[-1] if results else None, "")
@@ -126,10 +138,11 @@ def _factory(platform: Any, options: dict[str, str]) -> Callable[[], Any] | None
 
 
 def _report(name: str, seed: int, results: tuple[Result, ...], manifest: dict[str, Any], details: Mapping[str, str],
-            started: datetime, seconds: float, stale: tuple[str, ...] = (), partial: bool = False) -> Report:
+            started: datetime, seconds: float, stale: tuple[str, ...] = (), partial: bool = False,
+            late: bool = False) -> Report:
     versions = {"isthmus": _version(), "python": machine.python_version(), **details}
     return Report(name, seed, results, manifest, versions, f"{machine.platform()}, {machine.machine()}",
-                  started.isoformat(timespec="seconds"), seconds, stale, partial)
+                  started.isoformat(timespec="seconds"), seconds, stale, partial, late)
 
 
 def _version() -> str:

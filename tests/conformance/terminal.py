@@ -19,12 +19,16 @@ MAX_FAILURES = 60
 
 
 class ProgressBar:
-    """Cases done, in all, the next one's id, how many are wrong; nothing where standard error is no terminal."""
+    """Cases done, in all, the next one's id, how many are wrong; nothing where standard error is no terminal.
 
-    def __init__(self) -> None:
+    verbose: a line before each case instead.
+    """
+
+    def __init__(self, verbose: bool = False) -> None:
+        self._verbose = verbose
         self._bar = Progress(TextColumn("{task.description}", markup=False), BarColumn(20), MofNCompleteColumn(),
                              TimeElapsedColumn(), TextColumn("{task.fields[bad]}"), transient=True,
-                             console=Console(stderr=True), disable=not sys.stderr.isatty())
+                             console=Console(stderr=True), disable=verbose or not sys.stderr.isatty())
         self._task, self._bad = self._bar.add_task("conformance", total=None, bad=""), 0
 
     def __enter__(self) -> ProgressBar:
@@ -36,6 +40,8 @@ class ProgressBar:
         self._bar.stop()
 
     def __call__(self, done: int, total: int, last: Result | None, following: str) -> None:
+        if self._verbose and following:
+            print(f"{done + 1}/{total} {following}", file=sys.stderr, flush=True)
         self._bad += last is not None and last.outcome in BAD
         self._bar.update(self._task, description=following[:44].ljust(44), total=total, completed=done,
                          bad=f"{self._bad} wrong" if self._bad else "")
