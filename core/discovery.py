@@ -1,12 +1,14 @@
 """Finding platforms: folders of `isthmus.platforms` and entry points of the group `isthmus.platforms`.
 
-Listing imports nothing; loading imports one platform only, so a broken library of one costs no other anything.
+Listing imports nothing; loading imports one platform only, so a broken library of one costs no other anything. A
+library that is missing or broken makes a platform `Unavailable`; a mistake in its own code is a `RegistrationError`.
 """
 from __future__ import annotations
 
 import importlib
+import traceback
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
@@ -15,17 +17,22 @@ from .platform import SERVED, Manifest, Platform, Unavailable
 from .registry import RegistrationError, signature_gaps
 
 GROUP = "isthmus.platforms"
+MISTAKES = (NameError, TypeError, AttributeError, SyntaxError, LookupError)
 # Each required method and the interface version that brought it: platforms of an older version need not have it.
 REQUIRED = dict.fromkeys(("probe", "supports", "load", "alloc", "compile", "copy_pages"), 1)
 
 
 @dataclass(frozen=True)
 class Found:
-    """A platform that could be loaded: from a folder of this distribution, or from another package's entry point."""
+    """A platform that could be loaded: from a folder of this distribution, or from another package's entry point.
+
+    problem: why nobody can have it, for a name that two sources claim.
+    """
 
     name: str
     source: str
     entry: EntryPoint | None = None
+    problem: str = ""
 
 
 def platform_root() -> Path:
@@ -35,14 +42,17 @@ def platform_root() -> Path:
 
 
 def list_platforms() -> dict[str, Found]:
-    """Every platform by name. Raises `RegistrationError` when two sources claim one name."""
+    """Every platform by name; one that two sources claim is listed with the problem."""
     found = {p.parent.name: Found(p.parent.name, "folder") for p in sorted(platform_root().glob("*/platform.py"))}
     for entry in entry_points(group=GROUP):
         source = f"package {entry.dist.name}" if entry.dist else entry.value
-        if entry.name in found:
-            raise RegistrationError(f"platform {entry.name!r} is offered by {found[entry.name].source} and by "
-                                    f"{source}: uninstall one of them")
-        found[entry.name] = Found(entry.name, source, entry)
+        other = found.get(entry.name)
+        if other is None:
+            found[entry.name] = Found(entry.name, source, entry)
+            continue
+        remedy = f"uninstall {source}" if other.entry is None else "uninstall one of them"
+        found[entry.name] = replace(other, problem=f"platform {entry.name!r} is offered by {other.source} and by "
+                                                   f"{source}: {remedy}, or give its platform another name")
     return found
 
 
@@ -64,23 +74,56 @@ def check_platform(name: str, candidate: Any) -> None:
 def load_platform(name: str, options: Mapping[str, str] | None = None) -> Any:
     """Import one platform and make its object (not probed yet).
 
-    Raises `Unavailable` when it does not exist or its module cannot be imported, `RegistrationError` when incomplete.
+    Raises `Unavailable` when it does not exist or a library that it needs cannot be imported, `RegistrationError` when
+    it is incomplete or its own code fails.
     """
     found = list_platforms()
     if name not in found:
         raise Unavailable(f"platform {name!r} is not installed; there are: {', '.join(sorted(found))} "
                           "(`isthmus doctor` says which can run here)")
+    if found[name].problem:
+        raise RegistrationError(found[name].problem)
+    entry = found[name].entry
+    package = f"{__package__.rpartition('.')[0]}.platforms.{name}"
+    where, attribute = (entry.module, entry.attr) if entry else (f"{package}.platform", "Platform")
     try:
-        entry = found[name].entry
-        if entry is not None:
-            candidate = entry.load()
-        else:
-            candidate = importlib.import_module(f"{__package__.rpartition('.')[0]}.platforms.{name}.platform").Platform
+        module = importlib.import_module(where)
     except Exception as error:  # a broken library may raise anything while it is imported
-        reason = str(error) if isinstance(error, ImportError | Unavailable) else f"{type(error).__name__}: {error}"
-        raise Unavailable(f"platform {name!r}: {reason}") from error
+        own = _is_mistake(error, where.partition(".")[0] if entry else package)
+        raise (RegistrationError if own else Unavailable)(f"platform {name!r}: {told(error)}") from error
+    candidate = module
+    for part in filter(None, attribute.split(".")):
+        candidate = getattr(candidate, part, None)
+        if candidate is None:
+            raise RegistrationError(f"platform {name!r}: {module.__file__} has no attribute {attribute!r}")
     check_platform(name, candidate)
-    return candidate(dict(options or {}))
+    try:
+        return candidate(dict(options or {}))
+    except MISTAKES as error:
+        raise RegistrationError(f"platform {name!r}: {told(error)}") from error
+
+
+def _is_mistake(error: Exception, package: str) -> bool:
+    """Is it the platform's own: a module of its own that is not there, or what only a wrong line of its own raises?"""
+    def own(module: str | None) -> bool:
+        return f"{module}.".startswith(f"{package}.")
+    if isinstance(error, ImportError):
+        return own(error.name)
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return isinstance(error, SyntaxError) or isinstance(error, MISTAKES) and own(frames[-1].f_globals.get("__name__"))
+
+
+def told(error: Exception) -> str:
+    """An exception in one line: what a platform says of itself as it is, anything else with file and line first."""
+    if isinstance(error, ImportError | Unavailable | RegistrationError):
+        return str(error) or type(error).__name__
+    file, line, text = "", 0, str(error)
+    if frames := traceback.extract_tb(error.__traceback__):
+        file, line = frames[-1].filename, frames[-1].lineno
+    if isinstance(error, SyntaxError) and error.filename:
+        file, line, text = error.filename, error.lineno or 0, error.msg
+    place = f"{'/'.join(Path(file).parts[-2:])}:{line}: " if file else ""
+    return f"{place}{type(error).__name__}" + (f": {text}" if text else "")
 
 
 def probe_all(options: Mapping[str, str] | None = None,

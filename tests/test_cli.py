@@ -295,3 +295,10 @@ def test_generate_on_the_null_platform(tiny):
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
     assert answer["usage"]["completion_tokens"] <= 5 and answer["finish_reason"] in ("length", "stop")
+
+
+def test_generate_shows_the_ops_at_debug_level_4(tiny):
+    done = command_line("generate", "--model", tiny, "--platform=reference", "--max-tokens=1", "--raw", "hello",
+                        env={**os.environ, "ISTHMUS_DEBUG": "4"})
+    assert done.returncode == 0, done.stderr
+    assert "isthmus.core.tracing: rope([" in done.stderr and "isthmus.core.tracing: sample([" in done.stderr

@@ -375,6 +375,15 @@ def test_an_installed_package_is_held_to_the_laws_and_has_its_ledger(package: Pa
     assert done.returncode == 0 and "waits for firmware 2" in done.stdout, done.stdout + done.stderr
 
 
+def test_a_mistake_in_a_platforms_code_is_no_reason_to_let_it_off(package: Path) -> None:
+    (package / "isthmus_faulty" / "platform.py").write_text("import os\nundefined_name\n")
+    script = f"import sys; sys.path.insert(0, {str(package)!r}); from isthmus.core.cli.main import main; " \
+             "sys.exit(main(['conformance', '--platform=faulty', '--only', 'rope']))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "platform 'faulty': isthmus_faulty/platform.py:2: NameError: name 'undefined_name'" in done.stderr
+
+
 @pytest.mark.parametrize("line, code, told", [
     ("os.abort()", -6, "in rope[3x64,to1000,scale1,f64]"),
     ("ctypes.string_at(0)", -11, "in rope[3x64,to1000,scale1,f64]"),

@@ -13,6 +13,7 @@ from isthmus.core.discovery import (
     load_platform,
     platform_root,
     probe_all,
+    told,
 )
 from isthmus.core.platform import INTERFACE_VERSION, Manifest, Unavailable
 from isthmus.core.registry import RegistrationError
@@ -66,7 +67,7 @@ def test_a_vendor_platform_is_found_loaded_and_preferred(install):
 @pytest.mark.parametrize(("source", "reason"), [
     ("import no_such_library", "No module named 'no_such_library'"),
     ("raise OSError('libacme.so: cannot open shared object file')", "OSError: libacme.so: cannot open"),
-    ("x = 1", "AttributeError: .* has no attribute 'Platform'"),
+    ("x = 1", "isthmus_broken_.*py has no attribute 'Platform'"),
     ("def Platform(options): pass", "`Platform` must be a class"),
     ("class Platform: pass", "is incomplete"),
     ("class Platform:\n    raise RuntimeError('driver crashed')", "RuntimeError: driver crashed"),
@@ -105,11 +106,47 @@ def test_who_lacks_an_option_is_not_said_to_be_unable_to_run(install):
     assert reason == ("the fastest found; plain cannot take vocab=7; broken cannot run here (isthmus doctor says why)")
 
 
-def test_one_name_from_two_sources(install):
+@pytest.mark.parametrize(("source", "message"), [
+    ("x = 1\nraise_ = undefined_name", r"py:2: NameError: name 'undefined_name' is not defined"),
+    ("x = 1\nimport PACKAGE.opz", r"No module named 'PACKAGE.opz'"),
+    ("x = 1\ndef f(:", r"py:2: SyntaxError: "),
+    ("len(3)", r"py:1: TypeError: object of type 'int' has no len\(\)"),
+    (VENDOR + "    def __init__(self, options):\n        self.speed = options.speeed\n",
+     r"py:9: AttributeError: 'dict' object has no attribute 'speeed'"),
+])
+def test_a_mistake_in_the_platforms_own_code_is_told_with_file_and_line(install, tmp_path, source, message):
+    """It is no reason to be let off as "unavailable"."""
+    package = f"isthmus_broken_{tmp_path.name.replace('-', '_')}"
+    install("broken", source.replace("PACKAGE", package))
+    with pytest.raises(RegistrationError, match="platform 'broken': .*" + message.replace("PACKAGE", package)):
+        load_platform("broken")
+
+
+def test_a_mistake_inside_a_library_is_the_librarys(install, tmp_path):
+    install("acme", VENDOR)
+    folder = tmp_path / "acme"
+    (folder / "old_library.py").write_text("import sys\nsys.no_such_thing\n")
+    source = next(folder.glob("isthmus_acme_*.py"))
+    source.write_text("import old_library\n" + VENDOR)
+    with pytest.raises(Unavailable, match="acme/old_library.py:2: AttributeError"):
+        load_platform("acme")
+
+
+def test_a_mistake_in_probe_is_told_with_file_and_line(install):
+    install("broken", VENDOR + "\n    def probe(self, rank=0, world=1):\n        return self.devicee\n")
+    assert "py:10: AttributeError: 'Platform' object has no attribute 'devicee'" in told(probe_all()["broken"])
+
+
+def test_a_name_from_two_sources_is_refused_and_the_others_stay(install):
     install("null", VENDOR)
-    with pytest.raises(RegistrationError, match="platform 'null' is offered by folder and by package isthmus-null: "
-                                                "uninstall one of them"):
-        list_platforms()
+    install("acme", VENDOR)
+    reason = ("platform 'null' is offered by folder and by package isthmus-null: uninstall package isthmus-null, or "
+              "give its platform another name")
+    assert list_platforms()["null"].problem == reason
+    with pytest.raises(RegistrationError, match=reason):
+        load_platform("null")
+    probed = probe_all()
+    assert str(probed["null"]) == reason and isinstance(probed["acme"], Manifest) and choose_platform()[0] == "acme"
 
 
 def test_an_unknown_name_lists_those_there_are(install):

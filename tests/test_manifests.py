@@ -201,6 +201,18 @@ def test_explain_prints_the_manifest_in_full_also_of_a_platform_that_cannot_run(
     assert rows["op linear"].strip() == "yes, kept formats in bf16 only"
 
 
+def test_doctor_and_explain_tell_what_is_wrong_with_a_file(monkeypatch, tiny, capsys):
+    bad = RegistrationError("/p/manifest.toml: Object contains unknown field `rnk`")
+    monkeypatch.setattr("isthmus.core.manifests.read_claims", lambda: {"reference": bad})
+    assert main(["explain", tiny, "--platform", "reference"]) == 0
+    assert f"manifest\n  problem  {bad}\n" in capsys.readouterr().out
+    assert main(["explain", tiny, "--platform", "reference", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["manifest"], report["manifest_problem"]) == (None, str(bad))
+    assert main(["doctor"]) == 0
+    assert f"; {bad}\n" in capsys.readouterr().out
+
+
 def test_what_is_lacking_is_explained_with_the_reason(outside):
     shown = dict(manifests.lines(manifests.read_claim(outside(GOOD))))
     assert shown["feature penalties"] == "no: no penalties here" and shown["feature logprobs"] == "yes"

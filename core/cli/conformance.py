@@ -2,11 +2,14 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
 from pathlib import Path
 
 from ..errors import ConfigError
+from ..logs import announce
+from ..registry import RegistrationError
 from .settings import Resolved
 
 
@@ -47,6 +50,9 @@ def run(arguments: argparse.Namespace, resolved: Resolved) -> int:
         with ProgressBar(arguments.verbose) as progress:
             report = run_suite(name, options, only=arguments.only, seed=arguments.seed, progress=progress,
                                limit=arguments.timeout)
+    except RegistrationError as error:  # the platform's own mistake, which is no reason to be let off
+        announce(f"isthmus: {error}", logging.ERROR)
+        return 1
     except (Refused, ValueError) as error:
         raise ConfigError(str(error)) from error
     if arguments.json:

@@ -99,18 +99,21 @@ def _probe(name: str, options: dict[str, str]) -> Any:
 def _finding(answer: Any) -> dict[str, Any]:
     """A manifest, or the exception in its place, as plain data."""
     if isinstance(answer, Exception):
-        return {"available": False, "reason": " ".join(str(answer).split()) or type(answer).__name__}
+        from ..discovery import told
+        return {"available": False, "reason": " ".join(told(answer).split())}
     return {"available": True, "device": answer.device, "dtypes": answer.compute_dtypes, "rank": answer.rank,
             "memory_free": answer.memory_free, "details": dict(answer.details)}
 
 
 def _add_offers(found: Mapping[str, dict[str, Any]]) -> None:
-    """What each platform that cannot run here would offer, by its manifest file."""
+    """What each platform that cannot run here would offer, by its manifest file, and what is wrong with a file."""
     import msgspec
 
     from ..manifests import Claim, read_claims
     for name, claim in read_claims().items():
-        if name in found and not found[name]["available"] and isinstance(claim, Claim):
+        if name in found and not isinstance(claim, Claim):
+            found[name]["manifest_problem"] = str(claim)
+        elif name in found and not found[name]["available"]:
             found[name]["offers"] = msgspec.to_builtins(claim)
 
 
@@ -145,7 +148,8 @@ def _platform_lines(report: dict[str, Any]) -> list[str]:
             text = f"{entry['device']}; {', '.join(entry['dtypes'])}; {size(entry['memory_free'])} free{_limits(entry)}"
         else:
             mark, text = "-", _offered(entry) + entry["reason"].removeprefix(f"platform {name!r}: ")[:MAX_REASON]
-        out.append(f"  {mark} {name:{width}}  {text}{' (asked for)' if name == asked else ''}")
+        problem = f"; {entry['manifest_problem']}" if "manifest_problem" in entry else ""
+        out.append(f"  {mark} {name:{width}}  {text}{problem}{' (asked for)' if name == asked else ''}")
     if len(names) > MAX_PLATFORMS:
         out.append(f"    and {len(names) - MAX_PLATFORMS} more: isthmus doctor --json")
     return out

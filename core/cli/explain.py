@@ -12,6 +12,7 @@ from ..config import Config, shown_size
 from ..env import VARIABLES, cache_dir
 from ..errors import IsthmusError
 from ..platform import Manifest, Unavailable, Unsupported
+from ..registry import RegistrationError
 from .banner import DTYPES
 from .parser import add_model_argument
 from .sampling import shown_options
@@ -35,7 +36,9 @@ def run(arguments: argparse.Namespace, resolved: Resolved) -> int:
                            else value_of(resolved.config, s)} for s in settings}
         print(json.dumps({"settings": values, "environment": {name: os.environ.get(name) for name in VARIABLES},
                           "decisions": [{"what": w, "value": v, "why": y} for w, v, y in made],
-                          "manifest": claim if claim is None else msgspec.to_builtins(claim)}, ensure_ascii=False))
+                          "manifest": msgspec.to_builtins(claim) if isinstance(claim, manifests.Claim) else None,
+                          "manifest_problem": str(claim) if isinstance(claim, RegistrationError) else None},
+                         ensure_ascii=False))
         return 2 if failed else 0
     width = max(len(s.flag) for s in settings)
     wide = max(len(shown(resolved.config, s)) for s in settings)
@@ -48,7 +51,9 @@ def run(arguments: argparse.Namespace, resolved: Resolved) -> int:
     print("environment")
     for name, meaning in VARIABLES.items():
         print(f"  {name:{width}}  {shown_variable(name):{wide}}  {meaning}")
-    if claim is not None:
+    if isinstance(claim, RegistrationError):
+        print(f"manifest\n  problem  {claim}")
+    elif claim is not None:
         print("manifest: what the platform offers at its best, wherever it runs")
         for what, value in manifests.lines(claim):
             print(f"  {what:{width}}  {value}")
@@ -58,13 +63,12 @@ def run(arguments: argparse.Namespace, resolved: Resolved) -> int:
     return 2 if failed else 0
 
 
-def _claim(config: Config, made: list[tuple[str, str, str]]) -> manifests.Claim | None:
-    """The manifest file of the platform asked for, or else of the one chosen."""
+def _claim(config: Config, made: list[tuple[str, str, str]]) -> manifests.Claim | RegistrationError | None:
+    """The manifest file of the platform asked for, or else of the one chosen; or what is wrong with it."""
     name = config.platform.platform
     if name == "auto":
         name = next((value for what, value, _ in made if what == "platform"), "")
-    claim = manifests.read_claims().get(name)
-    return claim if isinstance(claim, manifests.Claim) else None
+    return manifests.read_claims().get(name)
 
 
 def shown_variable(name: str) -> str:
@@ -88,7 +92,7 @@ def decisions(config: Config) -> tuple[list[tuple[str, str, str]], bool]:
         page = choose_page_size(config, manifest)
         made.append(("page size", f"{page} tokens", "asked for" if config.cache.page_size else "its default"))
         made += _sizes(config, manifest, dtype, page)
-    except (IsthmusError, Unavailable, Unsupported) as error:
+    except (IsthmusError, Unavailable, Unsupported, RegistrationError) as error:
         return [*made, ("problem", str(error), "")], True
     return made, False
 

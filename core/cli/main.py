@@ -76,7 +76,7 @@ def _run(argv: list[str]) -> int:
         if file and not (is_there(file) and file.is_file()):
             raise ConfigError(f"--config {file}: there is no such file")
         resolved = resolve(given_settings(arguments), os.environ, file)
-        if command.name == "serve":
+        if command.name == "serve" or debug_level():
             set_up_logging(resolved.config.server)
         for warning in unknown_variables(os.environ):
             announce(f"isthmus: {warning}", logging.WARNING)
