@@ -243,4 +243,4 @@ def test_it_holds_in_an_environment_of_its_own(tmp_path):
     left = [case["id"] for case in report["cases"] if case["dtype"] == "f32" and case["outcome"] != "passed"]
     assert left and all(id.startswith(("parallel[", "compile[larg")) for id in left), left  # one rank, and no buckets
     passed = [case for case in report["cases"] if case["outcome"] == "passed"]
-    assert {case["law"] for case in passed} == {"ops", "model", "state", "compile", "scheduler"}
+    assert {case["law"] for case in passed} == {"manifest", "ops", "model", "state", "compile", "scheduler"}
