@@ -212,7 +212,7 @@ def test_nothing_committed_names_a_registry_host_or_a_path_of_one_machine():
     tracked = subprocess.run(["git", "ls-files"], capture_output=True, text=True, cwd=ROOT)
     if tracked.returncode:
         pytest.skip("not a git checkout")
-    hosts = re.compile(r"(pypi\.org|pythonhosted\.org|npmjs\.(org|com)|huggingface\.co|/root/|/home/\w+/)")
+    hosts = re.compile(r"(pypi\.org|pythonhosted\.org|npmjs\.(org|com)|huggingface\.co|/(root|home/\w+)/)")
     found = []
     for line in tracked.stdout.splitlines():
         path = ROOT / line

@@ -9,10 +9,7 @@ import os
 import platform as machine
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
-
-import psutil
 
 from ...core.platform import (
     FEATURES,
@@ -27,6 +24,7 @@ from ...core.platform import (
     WeightSpec,
 )
 from ..expand import CODECS
+from ..host import host_memory, physical_cores, read_text
 from ..options import check_options
 
 # Read by OpenMP when torch loads it: how long idle threads spin before they sleep. The default, milliseconds, starves
@@ -123,11 +121,7 @@ class Platform:
 
     def memory(self) -> tuple[int, int]:
         """Bytes that this process may use: total, and free without swapping; a control group's limit counts."""
-        now = psutil.virtual_memory()
-        limit, used = (cgroup_bytes(name) for name in ("memory.max", "memory.current"))
-        if limit is None or used is None or limit >= now.total:
-            return now.total, now.available
-        return limit, min(now.available, max(0, limit - used))
+        return host_memory()
 
     def close(self) -> None:
         """Wait for the running step; later ones are refused."""
@@ -153,27 +147,11 @@ class Platform:
         return int(asked)
 
 
-def physical_cores() -> int:
-    """Physical cores that this process may run on."""
-    process = psutil.Process()
-    if not hasattr(process, "cpu_affinity"):
-        return psutil.cpu_count(logical=False) or 1
-    cpus = process.cpu_affinity()
-    siblings = {_text(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") or str(cpu) for cpu in cpus}
-    return len(siblings)
-
-
 def processor_name() -> str:
-    for line in (_text("/proc/cpuinfo") or "").splitlines():
+    for line in (read_text("/proc/cpuinfo") or "").splitlines():
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
     return machine.processor() or machine.machine()
-
-
-def cgroup_bytes(name: str) -> int | None:
-    """A figure of this process's own control group (version 2); None where there is none or no limit."""
-    text = _text(f"/sys/fs/cgroup/{name}")
-    return int(text) if text is not None and text.isdecimal() else None
 
 
 def has_amx() -> bool:
@@ -183,10 +161,3 @@ def has_amx() -> bool:
 def native_bf16() -> bool:
     """Whether the processor multiplies bf16 itself."""
     return has_amx() or bool(torch.cpu._is_avx512_bf16_supported())
-
-
-def _text(path: str) -> str | None:
-    try:
-        return Path(path).read_text("utf-8").strip()
-    except OSError:
-        return None

@@ -7,10 +7,10 @@ up to a bound, and given back when the system runs short.
 from __future__ import annotations
 
 import time
-from pathlib import Path
 
 import mlx.core as mx
-import psutil
+
+from ..host import host_memory
 
 CACHE_SHARE = 1 / 8     # of the budget: freed buffers kept for reuse
 SHORT = 1 / 10          # of the machine's memory: less available than this is short
@@ -56,21 +56,3 @@ class Budget:
         self.times += 1
         self.details["given back"] = (f"{self.given_back // MIB} MiB of buffers in {self.times} times, as the system "
                                       f"was short of memory; now no more than {self.cache_limit // MIB} MiB are cached")
-
-
-def host_memory() -> tuple[int, int]:
-    """Bytes that this process may use: total, and available without swapping; a control group's limit counts."""
-    now = psutil.virtual_memory()
-    limit, used = _group_bytes("memory.max"), _group_bytes("memory.current")
-    if limit is None or used is None or limit >= now.total:
-        return now.total, now.available
-    return limit, min(now.available, max(0, limit - used))
-
-
-def _group_bytes(name: str) -> int | None:
-    """A figure of this process's own control group (version 2); None where there is none or no limit."""
-    try:
-        text = Path(f"/sys/fs/cgroup/{name}").read_text("utf-8").strip()
-    except OSError:
-        return None
-    return int(text) if text.isdecimal() else None

@@ -10,8 +10,6 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import psutil
-
 from ...core.platform import (
     FEATURES,
     INTERFACE_VERSION,
@@ -25,6 +23,7 @@ from ...core.platform import (
     WeightSpec,
 )
 from ..expand import CODECS
+from ..host import physical_cores
 from ..options import check_options
 
 try:
@@ -176,10 +175,3 @@ def _allocate(spec: StateSpec, pages: int) -> State:
     """The cache goes first: in it may be the memory of a larger state that is given up for this one."""
     mx.clear_cache()
     return State.allocate(spec, pages)
-
-
-def physical_cores() -> int:
-    """Physical cores that this process may run on, as far as the system says."""
-    cores = psutil.cpu_count(logical=False) or 1
-    process = psutil.Process()
-    return min(cores, len(process.cpu_affinity())) if hasattr(process, "cpu_affinity") else cores

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 
 from ...core.platform import (
     FEATURES,
@@ -28,6 +27,7 @@ from ...core.platform import (
     WeightSpec,
 )
 from ..expand import CODECS
+from ..host import host_memory
 from ..options import check_options
 
 try:
@@ -157,8 +157,8 @@ class Platform:
         if all(stats):
             total = min(each["bytes_limit"] for each in stats)
             return total, total - max(each["bytes_in_use"] for each in stats)
-        now = psutil.virtual_memory()
-        return now.total // mesh.size, now.available // mesh.size
+        total, free = host_memory()
+        return total // mesh.size, free // mesh.size
 
     def close(self) -> None:
         """Nothing is held beyond the arrays themselves."""
