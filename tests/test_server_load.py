@@ -1,7 +1,9 @@
 """Nobody may hold up the event loop: hostile bodies, slow templates, long texts, large answers and fast engines.
 
 A ticker runs beside each attack; the most that this process computed between two of its ticks is how long everybody
-else stood still. Computing, not the clock: another process that is busy takes nothing away.
+else stood still. Computing, not the clock: another process that is busy takes nothing away. What else this process
+computes by chance (threads that earlier tests left behind, garbage collection) does: an attack that held up the loop
+is repeated, for one that can hold it up does so each time.
 """
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from isthmus.core.server.limits import MAX_TOKENIZE
 from isthmus.core.server.native import BYTES_PER_S, FREE_BYTES
 from isthmus.core.server.stream import JsonList, encode_json
 
-from .effort import SOON, at_most
+from .effort import SOON, at_most, unencumbered
 from .fake_client import drive, make_app
 
 COST = 20  # seconds
@@ -44,7 +46,19 @@ def attack(made, *posts: tuple[str, bytes | dict], timeout: float = 5 * SOON, ha
         await asyncio.sleep(2 * TICK_S)
         ticking.cancel()
         return answers, max(gaps)
-    return asyncio.run(main())
+    with unencumbered():
+        return asyncio.run(main())
+
+
+def standstill(made, *posts: tuple[str, bytes | dict]):
+    """`attack`, up to three times: the answers of the last one and the least standstill."""
+    answers, gap = attack(made, *posts)
+    for _ in range(2):
+        if gap < LIMIT_S:
+            break
+        answers, again = attack(made, *posts)
+        gap = min(gap, again)
+    return answers, gap
 
 
 def body_of(messages: list[dict]) -> bytes:
@@ -100,14 +114,14 @@ BODIES = {
 @pytest.mark.parametrize("name", BODIES)
 def test_a_hostile_body_stops_nobody_else(made, name):
     path, body = BODIES[name]
-    (answer,), gap = attack(made, (path, body()))
+    (answer,), gap = standstill(made, (path, body()))
     assert answer[0]["status"] == (413 if "tokenize" in name else 400) and len(body_of(answer)) < 4000
     assert gap < LIMIT_S and not made.client.submits and not made.template.calls
 
 
 @pytest.mark.slow
 def test_hostile_bodies_at_once_stop_nobody_else(made):
-    _, gap = attack(made, *[(path, body()) for path, body in BODIES.values()])
+    _, gap = standstill(made, *[(path, body()) for path, body in BODIES.values()])
     assert gap < 2 * LIMIT_S
 
 
@@ -147,7 +161,7 @@ def test_a_slow_template_stops_nobody_else(made, monkeypatch):
     plain = made.template.encode
     monkeypatch.setattr(made.template, "encode", lambda *args, **more: busy(1.5) or plain(*args, **more))
     body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
-    answers, gap = attack(made, *[(path, body) for path in (CHAT, CHAT, "/tokenize")])
+    answers, gap = standstill(made, *[(path, body) for path in (CHAT, CHAT, "/tokenize")])
     assert [a[0]["status"] for a in answers] == [200] * 3 and gap < LIMIT_S
 
 
@@ -180,7 +194,7 @@ def wish(path: str, tokens: int, **more) -> tuple[str, dict]:
 @pytest.mark.parametrize("path", PLAIN)
 def test_a_stream_of_a_fast_engine_stops_nobody_else(made, path):
     """Four streams of 3000 tokens with 20 alternatives each."""
-    answers, gap = attack(made, *[wish(path, 3000, stream=True)] * 4)
+    answers, gap = standstill(made, *[wish(path, 3000, stream=True)] * 4)
     assert gap < LIMIT_S
     for answer in answers:
         events = [m for m in answer if m.get("body", b"").startswith(b"data: ")]
@@ -193,7 +207,7 @@ def test_a_stream_of_a_fast_engine_stops_nobody_else(made, path):
 
 @pytest.mark.parametrize("path", PLAIN)
 def test_a_large_answer_stops_nobody_else(made, path):
-    answers, gap = attack(made, wish(path, 300, n=32))
+    answers, gap = standstill(made, wish(path, 300, n=32))
     assert gap < LIMIT_S and answers[0][0]["status"] == 200 and len(body_of(answers[0])) > 2_000_000
 
 
@@ -210,7 +224,7 @@ def test_scores_of_a_long_prompt_are_built_beside_the_loop(made):
     posts = [(COMPLETIONS, {"prompt": prompt, "echo": True, "logprobs": 20, "max_tokens": 1, "stream": True}),
              (GENERATE, {"text": prompt, "return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 20,
                          "stream": True, "sampling_params": {"max_new_tokens": 1}})]
-    answers, gap = attack(made, *posts)
+    answers, gap = standstill(made, *posts)
     assert gap < LIMIT_S and all(len(body_of(a)) > 1_000_000 for a in answers)
 
 
