@@ -248,4 +248,45 @@ OTHERS = [
          "            return Finished(None, error), state"),)),
 ]
 
-ALL = [*OPS, *CLAIMS, *STATE, *OTHERS]
+# The reference in f16 as well, done right: what its mutants begin with.
+HALF = (
+    ("quant", '"f32": np.float32}', '"f32": np.float32, "f16": np.float16}'),
+    ("quant", "return x @ self.values.T",
+     "return (x.astype(np.float32) @ self.values.T.astype(np.float32)).astype(x.dtype)"),
+    ("quant", "out = np.zeros((len(x), len(self.codes)), x.dtype)",
+     "x = x.astype(np.float32)\n        out = np.zeros((len(x), len(self.codes)), x.dtype)"),
+    ("ops", "out = weight.product(x)", "out = weight.product(x).astype(x.dtype)"),
+    ("graph", "return self.result", "return self.result.astype(np.float32) if isinstance(self.result, np.ndarray) "
+     "else self.result"))
+
+
+def half(name: str, only: str, *edits: tuple[str, str, str], law: str = "ops") -> Mutant:
+    """A mutant of a platform that computes in f16, looked for in the cases of f16."""
+    return Mutant(name, law, (f"{only},f16]",), (*HALF, *edits))
+
+
+HALVES = [
+    half("squares in f16", "rms_norm[*", ("ops", "np.mean(wide ** 2, axis=-1, keepdims=True)",
+         "np.mean(x ** 2, axis=-1, keepdims=True)")),
+    half("scores in f16", "attention[large_products*", ("attention", 'np.einsum("nhd,mhd->hnm", q, k) * spec.scale',
+         '(np.einsum("nhd,mhd->hnm", q, k).astype(np.float16) * spec.scale).astype(np.float64)')),
+    half("exp of scores in f16", "attention[large_scores*", ("attention",
+         "weights = np.exp(scores - scores.max(axis=-1, keepdims=True))",
+         "weights = np.exp(scores.astype(np.float16)).astype(np.float64)")),
+    half("sums in f16", "linear[large_sums*", ("ops", "out = weight.product(x)",
+         "out = np.cumsum(x[:, None] * weight.values, axis=-1, dtype=np.float16)[..., -1]")),
+    half("8 bits of 11", "act_mul[silu", ("ops", "return act_mul(gate, up, kind)",
+         "wide = act_mul(gate, up, kind).astype(np.float32).view(np.uint32) & np.uint32(0xffff0000)\n"
+         "        return wide.view(np.float32).astype(np.float16)")),
+    half("angles in f16", "rope[*", ("ops", "self.batch.positions[:, None, None] * np.array(spec.inv_freq)",
+         "(self.batch.positions[:, None, None] * np.array(spec.inv_freq)).astype(np.float16)")),
+    half("matrix products in bf16", "model[llama,whole", ("ops", "out = weight.product(x).astype(x.dtype)",
+         "out = weight.product(x).astype(np.float32).view(np.uint32) & np.uint32(0xffff0000)\n"
+         "        out = out.view(np.float32).astype(np.float16)"), law="model"),
+    half("K and V lose bits on their way to the host", "state[exported,page4", ("platform",
+         "np.frombuffer(data, part.dtype, np.prod(shape), start)",
+         "(np.frombuffer(data, part.dtype, np.prod(shape), start).view(np.uint16) & 0xfff8).view(np.float16)"),
+         law="state"),
+]
+
+ALL = [*OPS, *CLAIMS, *STATE, *OTHERS, *HALVES]

@@ -22,7 +22,16 @@ def rounded(x: np.ndarray, dtype: str) -> np.ndarray:
     if dtype == "bf16":
         bits = x.view(np.uint32)
         x = ((bits + 0x7fff + (bits >> 16 & 1)) & np.uint32(0xffff0000)).view(np.float32)
+    if dtype == "f16":
+        with np.errstate(over="ignore"):  # what it cannot hold is infinite
+            x = x.astype(np.float16)
     return x.astype(np.float64)
+
+
+def rounding(bf16: float, bits: int) -> float:
+    """The mean squared error that a type with `bits` bits of significand makes where bf16, which has 8, makes `bf16`:
+    each bit more halves every error."""
+    return bf16 * 4.0 ** (8 - bits)
 
 
 def plain(x: np.ndarray) -> RawTensor:

@@ -19,7 +19,6 @@ from .formats import BLOCKS
 from .opcase import DTYPES, PAGE, Run, Step, state, table, token_batch
 from .ops_run import Launcher
 
-COMPUTED = ("f64", "f32", "f16", "bf16")
 KEPT = {**FORMATS, **BLOCKS}
 # What each op is asked with; a platform takes words that it does not know.
 ASKED = {"attention": {"head_dim": 64, "heads": 4, "kv_heads": 2, "window": None, "softcap": None},
@@ -36,7 +35,7 @@ def check_words(context: Context) -> None:
 def problems(manifest: Manifest) -> list[str]:
     """What cannot be in a manifest."""
     found = []
-    for name, known in (("compute_dtypes", COMPUTED), ("kv_dtypes", [f for f in FORMATS if FORMATS[f].block == 1]),
+    for name, known in (("compute_dtypes", DTYPES), ("kv_dtypes", [f for f in FORMATS if FORMATS[f].block == 1]),
                         ("formats", KEPT), ("features", FEATURES)):
         words = getattr(manifest, name)
         if isinstance(words, str) or not words and name.endswith("dtypes"):

@@ -14,13 +14,14 @@ import numpy as np
 from ..core.plan import Batch, Sampling, StepResult
 from ..core.platform import LayerState, RawTensor, StateSpec, WeightSpec
 from .case import random_source
-from .formats import plain, rounded
+from .formats import plain, rounded, rounding
 
 PAGE = 16
-DTYPES = ("f64", "f32", "bf16")
-# Largest normalised mean squared error: f64 inputs pass through float32, bf16 rounds each op's result once or twice.
-NMSE = {"f64": 1e-12, "f32": 1e-10, "bf16": 1e-4}
-QUANTIZED_NMSE = {"f64": 1e-12, "f32": 1e-8, "bf16": 1e-3}
+DTYPES = ("f64", "f32", "f16", "bf16")
+# Largest normalised mean squared error: f64 inputs pass through float32, f16 and bf16 round each op's result once or
+# twice, of 11 and 8 bits.
+NMSE = {"f64": 1e-12, "f32": 1e-10, "f16": rounding(1e-4, 11), "bf16": 1e-4}
+QUANTIZED_NMSE = {"f64": 1e-12, "f32": 1e-8, "f16": rounding(1e-3, 11), "bf16": 1e-3}
 
 
 @dataclass(frozen=True)

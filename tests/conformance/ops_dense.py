@@ -48,6 +48,16 @@ def linear_case(formats: tuple[str, ...], tokens: int, width: int, dtype: str, b
     return single(kind, "linear", dtype, make, {"format": formats[0]}, (NMSE if exact else QUANTIZED_NMSE)[dtype])
 
 
+def overflow_case(dtype: str) -> OpCase:
+    """The first half of a row's products adds up to more than f16 holds (65504), the second takes it back."""
+    def make(rng: np.random.Generator) -> tuple:
+        w = rounded(1 + rng.random((48, 512)), dtype)
+        x = rounded(rng.normal(size=(3, 512)) + np.repeat([400, -400], 256), dtype)
+        return ({"x": table(x), "w": weight(w)}, lambda ops, w, batch: ops.linear(ops.embed(batch.tokens, w["x"]),
+                w["w"]), token_batch(3), x @ w.T)
+    return single("large_sums", "linear", dtype, make, {"format": "f32"})
+
+
 def linear_cases(dtype: str) -> Iterator[OpCase]:
     for name in ("f32", "f16", "bf16", *BLOCK_FORMATS, *AFFINE_FORMATS):
         yield linear_case((name,), 5, 512, dtype)
@@ -64,6 +74,8 @@ def linear_cases(dtype: str) -> Iterator[OpCase]:
     yield linear_case(("q8_0",), 4, 576, dtype, role="embed")
     yield linear_case(("affine4_64",), 4, 576, dtype, role="embed")
     yield linear_case(("bf16",), 4, 64, dtype, role="embed")
+    if dtype == "f16":
+        yield overflow_case(dtype)
     for name in ("f32", "q4_1", "q8_0", "affine4_64"):  # a router's, and the gate of a shared expert
         yield linear_case((name,), 3, 256, dtype, outputs=(10,))
         yield linear_case((name,), 3, 256, dtype, outputs=(1,))

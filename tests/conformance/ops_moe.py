@@ -43,7 +43,8 @@ def moe_case(name: str, spec: MoESpec, tokens: int, dtype: str, format: str = "f
     def make(rng: np.random.Generator) -> tuple:
         w13, dense13 = quantized(rng, format, (spec.experts, 2 * inner, width))
         w2, dense2 = quantized(rng, format, (spec.experts, width, inner))
-        x, router = normal(rng, (tokens, width), dtype), normal(rng, (tokens, spec.experts), dtype)
+        x = normal(rng, (tokens, width), dtype, 0.25 if dtype == "f16" else 1)  # f16 holds no more than 65504
+        router = normal(rng, (tokens, spec.experts), dtype)
         if ties:
             router = np.round(router)  # small integers: many experts score the same
         expected = np.zeros((tokens, width))

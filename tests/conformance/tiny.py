@@ -45,8 +45,8 @@ MODEL_FEATURES = {"gemma3": ("sliding_window",)} | dict.fromkeys(SPARSE, ("moe",
 
 
 def in_dtypes(kind: str, dtypes: tuple[str, ...]) -> tuple[str, ...]:
-    """Those in which the model can be compared: in bf16 rounding chooses other experts, whose output is another."""
-    return tuple(dtype for dtype in dtypes if dtype != "bf16" or kind not in SPARSE)
+    """Those in which the model can be compared: in 16 bits rounding chooses other experts, whose output is another."""
+    return tuple(dtype for dtype in dtypes if dtype not in ("f16", "bf16") or kind not in SPARSE)
 
 
 def config_of(kind: str) -> dict[str, Any]:
