@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from .discovery import Found, list_platforms, platform_root
-from .platform import FEATURES, SERVED, Manifest, Ops
+from .platform import FEATURES, LATER, SERVED, Manifest, Ops
 from .registry import RegistrationError
 
 FILE = "manifest.toml"
@@ -47,7 +47,8 @@ class Claim(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     title, devices: for people.  library: the module that it computes with, "" = none beyond core's.  requires: what
     pip installs it with, "" = nothing more.  expands: formats that it does not keep are expanded at load.
-    ops:   op -> limits for people, "" = none.  lacks: op or feature -> why it has none; every op and feature is in one.
+    ops:   op -> limits for people, "" = none.  lacks: op or feature -> why it has none; every op and feature is in one
+    of `ops`, `features` and `lacks`, words of `LATER` excepted.
     ci:    how it is tested.
     """
 
@@ -120,7 +121,7 @@ def _problems(claim: Claim) -> list[str]:
     problems += [f"{word!r} is no op; there are {', '.join(OPS)}" for word in claim.ops if word not in OPS]
     for words, offered in ((OPS, claim.ops), (FEATURES, claim.features)):
         for word in words:
-            if (word in offered) == (word in claim.lacks):
+            if (word in offered) == (word in claim.lacks) and not (word in LATER and word not in offered):
                 problems.append(f"{word} is both offered and lacking" if word in offered
                                 else f"lacks.{word} needs a reason")
     problems += [f"lacks.{word} is neither op nor feature" for word in claim.lacks if word not in (*OPS, *FEATURES)]
@@ -181,4 +182,4 @@ def lines(claim: Claim) -> list[tuple[str, str]]:
 def _offers(kind: str, words: Mapping[str, Any] | tuple[str, ...], offered: Mapping[str, str],
             lacks: Mapping[str, str]) -> list[tuple[str, str]]:
     return [(f"{kind} {word}", f"yes{', ' if offered[word] else ''}{offered[word]}" if word in offered
-             else f"no: {lacks[word]}") for word in words]
+             else f"no: {lacks.get(word, 'its file is older than the word')}") for word in words]

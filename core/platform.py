@@ -90,9 +90,15 @@ FEATURES = {
     "logit_bias": "per-token bias and bans",
     "grammar_mask": "token masks of a grammar",
     "moe": "sparse feed-forward layers",
+    "expert_groups": "experts chosen in groups, or by scores that a bias corrects",
+    "partial_rope": "rotation of a head's first elements only",
     "overlap": "a step can be launched before the previous one is collected",
     "export_pages": "pages can be copied to the host and back",
 }
+
+
+# Words that came after platforms of this version were written: a manifest.toml need not say that it lacks them.
+LATER = ("expert_groups", "partial_rope")
 
 
 class Step(Protocol):
@@ -128,7 +134,8 @@ class Ops(Protocol):
         ...
 
     def rope(self, x: Tensor, spec: RopeSpec) -> Tensor:
-        """[T, heads, head_dim] rotated by each token's position in the batch; angles in float32 or better."""
+        """[T, heads, head_dim] rotated by each token's position in the batch; angles in float32 or better. Fewer
+        frequencies than head_dim / 2 rotate the first elements only, see `RopeSpec`."""
         ...
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, layer: int, spec: AttentionSpec) -> Tensor:
@@ -145,8 +152,17 @@ class Ops(Protocol):
         last axis."""
         ...
 
-    def moe(self, x: Tensor, router_logits: Tensor, w13: Weight, w2: Weight, spec: MoESpec) -> Tensor:
-        """[T, D], router logits [T, experts] -> [T, D]; w13 [experts, 2F, D] (gate above up), w2 [experts, D, F]."""
+    def moe(self, x: Tensor, router_logits: Tensor, w13: Weight, w2: Weight, spec: MoESpec,
+            bias: Weight | None = None) -> Tensor:
+        """[T, D], router logits [T, experts] -> [T, D]; w13 [experts, 2F, D] (gate above up), w2 [experts, D, F].
+
+        bias [experts], float32 in every compute dtype, is added to the scores for the choice alone; the weights are
+        the scores without it, then `renormalize` and `scale`. A group's score is the sum of its two best corrected
+        scores where there is a bias (groups have two experts at least then), else its best score; ties go to the
+        lower group. An expert outside the `top_groups` best is never chosen, whatever is left, below 0 too.
+        A platform without the feature "expert_groups" gets neither groups nor a bias, and need not take one.
+        Source: DeepSeek-AI 2024, DeepSeek-V2 (best score of a group) and DeepSeek-V3 (bias, two best).
+        """
         ...
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -176,7 +192,9 @@ class Platform(Protocol):
         """None if the platform can do the case, else the reason. Asked at load with the real case, never in a step.
 
         Ops by name with what they would get: linear(format, dtype), attention(head_dim, heads, kv_heads, page_size,
-        window, softcap, dtype), moe(experts, top_k, format, dtype), and features by their word in `FEATURES`.
+        window, softcap, dtype), moe(experts, top_k, format, dtype), and features by their word in `FEATURES`. Asked
+        only of platforms with the feature: moe(..., groups, top_groups, bias) and rope(head_dim, rotated, dtype), with
+        bias True or False and the number of elements that rotate.
         """
         ...
 

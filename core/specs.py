@@ -13,7 +13,8 @@ class RawTensor(NamedTuple):
 
     dtype: a name of `core.quant.formats` ("f32", "bf16", "q4_1", ...).
     shape: logical shape; the last axis is contiguous and, for block formats, a multiple of the block length.
-    data:  uint8 numpy array or memoryview over the bytes, row-major, usually a view of a memory-mapped file.
+    data:  uint8 numpy array or memoryview over the bytes, usually a view of a memory-mapped file; row-major unless
+           the format says otherwise (awq4 and gptq keep words along the other axis).
     extra: further tensors that the format keeps beside the codes, in the order that it names (scales, biases ...).
     """
 
@@ -35,6 +36,7 @@ class WeightSpec:
            keeps each expert by itself, the tensors have two axes and come expert by expert, with the same parts each.
     role:  "linear" is used by `Ops.linear`, "embed" by `Ops.embed` and, when tied, also by `Ops.linear`;
            "norm" and "bias" are vectors; "experts" is [experts, out, in] for `Ops.moe`.
+           The bias of an `Ops.moe` is loaded with the dtype "f32" whatever the model computes in.
     cut:   axis that tensor parallelism splits (0 = out, 1 = in), counted as for one expert; None = replicated.
            A "bias" with cut 1 belongs to a linear that is cut along in: rank 0 alone adds it, `all_reduce` follows.
            Each part is cut by itself, before they are stacked.
@@ -76,9 +78,11 @@ class StateSpec:
 
 @dataclass(frozen=True)
 class RopeSpec:
-    """Rotary embedding, half-split layout (the first half of a head rotates with the second).
+    """Rotary embedding, half-split layout (the first half of what rotates turns with the second).
 
-    inv_freq: head_dim / 2 angular frequencies in radians per position, float64, scaling already applied.
+    inv_freq: angular frequencies in radians per position, float64, scaling already applied: head_dim / 2 of them. With
+              fewer, r, the first 2 r elements of a head rotate, element i with i + r, and the others pass as they are,
+              without `scale` too; only for platforms with the feature "partial_rope".
     scale:    factor on cosine and sine (YaRN's attention factor); 1 otherwise.
     Source: Su et al. 2021 (RoFormer); scaling rules per `core.models.rope`.
     """
@@ -105,8 +109,11 @@ class MoESpec:
     """Sparse feed-forward: route each token to `top_k` experts.
 
     scoring:     "softmax" or "sigmoid" over the router's logits (float32), before the choice.
-    renormalize: divide the chosen scores by their sum.
+    renormalize: divide the chosen scores by their sum + 1e-20 (which tells only where sigmoids are next to 0).
     act:         as in `Ops.act_mul`.  Ties in the choice go to the lower expert number.
+    scale:       factor on the weights, after that.
+    groups:      equal runs of neighbouring experts.  top_groups: the best groups, out of which alone experts are
+                 chosen; both 1 = no groups. See `Ops.moe`; only for platforms with the feature "expert_groups".
     """
 
     experts: int
@@ -115,6 +122,8 @@ class MoESpec:
     renormalize: bool = True
     act: str = "silu"
     scale: float = 1.0
+    groups: int = 1
+    top_groups: int = 1
 
 
 @dataclass(frozen=True)

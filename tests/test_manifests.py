@@ -217,6 +217,7 @@ def test_what_is_lacking_is_explained_with_the_reason(outside):
     shown = dict(manifests.lines(manifests.read_claim(outside(GOOD))))
     assert shown["feature penalties"] == "no: no penalties here" and shown["feature logprobs"] == "yes"
     assert shown["library"] == "none"
+    assert shown["feature partial_rope"] == "no: its file is older than the word"
 
 
 # ---- what a request may ask for

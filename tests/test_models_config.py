@@ -84,6 +84,22 @@ def test_routing_by_type():
     assert parse(SPARSE | {"model_type": "llama"}).sparse is None
 
 
+DEEPSEEK = {"n_routed_experts": 12, "num_experts_per_tok": 4, "moe_intermediate_size": 48, "n_shared_experts": 2}
+
+
+def test_routing_in_groups_by_scores_with_a_bias():
+    glm = parse(LLAMA | DEEPSEEK | {"model_type": "glm4_moe", "n_group": 3, "topk_group": 2,
+                                    "routed_scaling_factor": 2.5})
+    assert glm.sparse == Sparse(MoESpec(12, 4, "sigmoid", scale=2.5, groups=3, top_groups=2), (False, True), 48, 96,
+                                gated=False, bias=True)
+    assert len(glm.rope[0].inv_freq) == 4 and glm.head_dim == 16 and glm.rope[0].inv_freq[1] == 10000 ** -0.25
+    assert glm.drafts == 1 and glm.eps == 1e-5 and glm.per_rank(2).sparse.shared == 48
+    dots = parse(LLAMA | DEEPSEEK | {"model_type": "dots1", "n_group": None, "sliding_window": 8,
+                                     "max_window_layers": 1, "scoring_func": "noaux_tc"})
+    assert dots.sparse == Sparse(MoESpec(12, 4, "sigmoid", False), (True, True), 48, 96, gated=False, bias=True)
+    assert [spec.window for spec in dots.attention] == [None, 8] and len(dots.rope[0].inv_freq) == 8
+
+
 @pytest.mark.parametrize("keys, layers", [
     ({}, [0, 1, 2, 3, 4, 5]), ({"decoder_sparse_step": 2}, [1, 3, 5]), ({"decoder_sparse_step": 7}, []),
     ({"mlp_only_layers": [0, 5, 9]}, [1, 2, 3, 4]), ({"decoder_sparse_step": 3, "mlp_only_layers": [2]}, [5])])
@@ -123,11 +139,14 @@ def test_what_ranks_cannot_share_is_named_with_its_number(kind, change, world, w
 
 def test_biases_and_norms_by_type():
     flags = {name: (c.qkv_bias, c.o_bias, c.qk_norm) for name, c in
-             ((name, parse(SPARSE | {"model_type": name, "attention_bias": True})) for name in ARCHITECTURES)}
+             ((name, parse(SPARSE | DEEPSEEK | {"model_type": name, "attention_bias": True}))
+              for name in ARCHITECTURES)}
     assert flags == {"llama": (True, True, False), "mistral": (False, False, False), "qwen2": (True, False, False),
                      "qwen3": (True, True, True), "gemma3_text": (True, True, True), "mixtral": (False, False, False),
-                     "qwen2_moe": (True, False, False), "qwen3_moe": (True, True, True)}
+                     "qwen2_moe": (True, False, False), "qwen3_moe": (True, True, True),
+                     "glm4_moe": (True, False, False), "dots1": (True, True, True)}
     assert not parse(LLAMA).qkv_bias
+    assert parse(LLAMA | DEEPSEEK | {"model_type": "glm4_moe", "use_qk_norm": True}).qk_norm
 
 
 def test_longrope_is_limited_to_the_length_where_its_short_factors_hold():
@@ -141,7 +160,7 @@ def test_eos_ids_outside_the_vocabulary_are_dropped():
 
 
 def test_unknown_model_type_lists_the_known():
-    with pytest.raises(CheckpointError, match="'gpt2'.*gemma3_text, llama, mistral, mixtral, qwen2, qwen2_moe, qwen3"):
+    with pytest.raises(CheckpointError, match="'gpt2'.*dots1, gemma3_text, glm4_moe, llama, mistral, mixtral, qwen2"):
         parse(LLAMA | {"model_type": "gpt2"})
     with pytest.raises(CheckpointError, match="None"):
         parse({})
@@ -176,6 +195,18 @@ def test_unknown_model_type_lists_the_known():
     ({"model_type": "qwen3_moe", "num_experts": 4, "mlp_only_layers": 3}, ["mlp_only_layers", "3", "list"]),
     ({"model_type": "qwen3_moe", "num_experts": 4, "decoder_sparse_step": 0}, ["decoder_sparse_step", "0"]),
     ({"model_type": "qwen2_moe", "num_experts": 4, "moe_intermediate_size": 8}, ["shared_expert_intermediate_size"]),
+    ({"model_type": "dots1"}, ["lacks 'n_routed_experts'"]),
+    (DEEPSEEK | {"model_type": "dots1", "n_shared_experts": None}, ["lacks 'n_shared_experts'"]),
+    (DEEPSEEK | {"model_type": "dots1", "n_group": 5}, ["n_group", "5", "divisor of n_routed_experts = 12"]),
+    (DEEPSEEK | {"model_type": "dots1", "n_group": 12}, ["n_group", "12", "2 or more in a group"]),
+    (DEEPSEEK | {"model_type": "dots1", "n_group": 3, "topk_group": 4}, ["topk_group", "4", "1 to 3"]),
+    (DEEPSEEK | {"model_type": "glm4_moe", "n_group": 4, "topk_group": 1}, ["num_experts_per_tok", "4", "1 to 3"]),
+    (DEEPSEEK | {"model_type": "glm4_moe", "scoring_func": "softmax"}, ["scoring_func", "'softmax'", "sigmoid"]),
+    (DEEPSEEK | {"model_type": "dots1", "topk_method": "greedy"}, ["topk_method", "'greedy'", "noaux_tc"]),
+    (DEEPSEEK | {"model_type": "glm4_moe", "first_k_dense_replace": -1}, ["first_k_dense_replace", "-1"]),
+    (DEEPSEEK | {"model_type": "glm4_moe", "partial_rotary_factor": 0.2}, ["partial_rotary_factor", "0.2", "even"]),
+    (DEEPSEEK | {"model_type": "dots1", "partial_rotary_factor": 0.5}, ["partial_rotary_factor", "0.5", "must be 1"]),
+    (DEEPSEEK | {"model_type": "glm4_moe", "num_nextn_predict_layers": "one"}, ["num_nextn_predict_layers", "'one'"]),
 ])
 def test_errors_name_key_and_value(change, words):
     with pytest.raises(CheckpointError) as error:

@@ -109,6 +109,21 @@ def test_bfloat16_is_as_close_as_its_digits_allow(kind):
     assert run.model.loaded.config.sparse or limit < 4e-3 * np.mean(want ** 2)
 
 
+@pytest.mark.parametrize("kind", ["glm4-moe", "glm4-moe-air", "dots1"])
+def test_the_bias_of_scores_changes_the_choice(kind):
+    """Otherwise the comparisons above would pass without it."""
+    model, chosen = copy.deepcopy(hf_model(kind)), []
+    for bias in (True, False):
+        for layer in model.model.layers[1:]:
+            gate = layer.mlp.gate
+            gate.e_score_correction_bias *= bias
+            states = torch.randn(50, 64, generator=torch.Generator().manual_seed(1))
+            chosen.append([set(row) for row in gate(states)[2].tolist()])
+    with_it, without = chosen[:2], chosen[2:]
+    for one, other in zip(with_it, without, strict=True):
+        assert np.mean([a != b for a, b in zip(one, other, strict=True)]) > 0.3
+
+
 @pytest.mark.parametrize("kind", ["mixtral", "qwen2-moe"])
 def test_experts_as_transformers_holds_them(kind, tmp_path):
     """Fused in one tensor of all experts, gate above up, which few checkpoints are."""

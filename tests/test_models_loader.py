@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +34,7 @@ class Recorder:
         self.platform, self.refuses = load_platform("reference"), refuses or {}
         self.asked: list[tuple[str, dict]] = []
         self.loaded: list[tuple[str, ...]] = []
+        self.dtypes: dict[tuple[str, ...], str] = {}
 
     def supports(self, op: str, **case) -> str | None:
         self.asked.append((op, case))
@@ -40,16 +42,20 @@ class Recorder:
 
     def load(self, raws, spec, dtype):
         self.loaded.append(spec.names)
+        self.dtypes[spec.names] = dtype
         return self.platform.load(raws, spec, dtype)
 
     def describe(self, weight) -> str:
         return self.platform.describe(weight)
 
 
-def load(path: Path, platform: Recorder | None = None, dtype: str = "f32", **kwargs) -> LoadedModel:
+def load(path: Path, platform: Recorder | None = None, dtype: str = "f32", lacks: tuple[str, ...] = (),
+         **kwargs) -> LoadedModel:
     platform = platform or Recorder()
+    manifest = platform.platform.probe()
+    manifest = replace(manifest, features=manifest.features - {*lacks})
     with open_checkpoint(path) as checkpoint:
-        return load_model(checkpoint, platform, platform.platform.probe(), dtype, **kwargs)
+        return load_model(checkpoint, platform, manifest, dtype, **kwargs)
 
 
 def edited(kind: str, folder: Path, config: dict | None = None, **tensors: torch.Tensor | None) -> Path:
@@ -174,6 +180,35 @@ def test_the_sparse_layer_is_asked_with_each_of_its_formats():
     assert "9 x q4_0 as 6 experts, codes of uint8, groups of 32" in model.report
     with pytest.raises(Unsupported, match="reference.*sparse layers: too few"):
         load(tiny_model("mixtral"), Recorder({"moe": "too few"}))
+
+
+def test_groups_a_bias_and_a_part_of_the_head_are_asked_of_those_who_have_the_feature():
+    platform = Recorder()
+    load(tiny_model("glm4-moe"), platform, "f64")
+    routing = dict(experts=12, top_k=3, groups=4, top_groups=2, bias=True)
+    assert [case for op, case in platform.asked if op == "moe"] == [routing | dict(format="f64", dtype="f64")]
+    assert [case for op, case in platform.asked if op == "rope"] == [dict(head_dim=32, rotated=16, dtype="f64")]
+    bias = tuple(name for name in platform.dtypes if "e_score_correction_bias" in name[0])
+    assert len(bias) == 2 and {platform.dtypes[name] for name in bias} == {"f32"}
+    for refuses, lacks, words in (({"moe": "no bias"}, (), "sparse layers: no bias"),
+                                  ({"rope": "whole heads"}, (), "rotary embedding: whole heads"),
+                                  ({}, ("moe",), "sparse layers: it has no sparse feed-forward"),
+                                  ({}, ("expert_groups",), "sparse layers: it has no experts chosen in groups"),
+                                  ({"partial_rope": "older"}, ("partial_rope",), "rotary embedding: older")):
+        platform = Recorder(refuses)
+        with pytest.raises(Unsupported, match=f"reference cannot do this model's {words}"):
+            load(tiny_model("glm4-moe"), platform, lacks=lacks)
+        assert not platform.loaded and not (lacks and any("groups" in case for _, case in platform.asked))
+    asked = Recorder()
+    load(tiny_model("mixtral"), asked, lacks=("expert_groups", "partial_rope"))
+    assert not [case for op, case in asked.asked if op == "rope" or "groups" in case], "what no model needs"
+
+
+def test_layers_that_draft_are_passed_over_where_the_configuration_has_them(tmp_path):
+    spare = {f"model.layers.3.{name}": torch.zeros(4) for name in ("eh_proj.weight", "mlp.gate.weight")}
+    load(edited("glm4-moe", tmp_path, **spare))
+    with pytest.raises(CheckpointError, match=r"unknown model.layers.3.eh_proj.weight, model.layers.3.mlp.gate"):
+        load(edited("glm4-moe", tmp_path, {"num_nextn_predict_layers": 0}, **spare))
 
 
 def test_experts_one_by_one_come_with_their_number():

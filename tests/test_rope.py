@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 from isthmus.core.errors import CheckpointError
 from isthmus.core.models.rope import rope_inv_freq
-from transformers import Gemma3TextConfig, LlamaConfig
+from transformers import Gemma3TextConfig, Glm4MoeConfig, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
+from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeRotaryEmbedding
 
 LLAMA_3_2 = {"head_dim": 64, "hidden_size": 2048, "num_attention_heads": 32, "rope_theta": 500000.0,
              "max_position_embeddings": 131072}
@@ -85,6 +86,24 @@ def test_gguf_factors_divide():
     factors = [1.0 + i for i in range(32)]
     inv_freq, _ = rope_inv_freq(LLAMA_3_2 | {"rope_freq_factors": factors})
     np.testing.assert_allclose(inv_freq, BASE / factors, rtol=1e-12)
+
+
+@pytest.mark.parametrize("rule", ["default", "yarn", "llama3", "linear"])
+def test_a_part_of_the_head_rotates_where_the_type_knows_it(rule):
+    params = {"rope_type": rule, "rope_theta": 500000.0, "partial_rotary_factor": 0.25} | RULES.get(rule, {})
+    config = Glm4MoeConfig(**LLAMA_3_2, rope_parameters=dict(params))
+    want = Glm4MoeRotaryEmbedding(config)
+    inv_freq, factor = rope_inv_freq(LLAMA_3_2 | {"rope_parameters": params}, partial=True)
+    assert len(inv_freq) == 8 and factor == pytest.approx(want.attention_scaling, rel=1e-12)
+    np.testing.assert_allclose(inv_freq, want.inv_freq.double().numpy(), rtol=2e-6)
+    np.testing.assert_array_equal(rope_inv_freq(LLAMA_3_2 | {"partial_rotary_factor": 0.25}, partial=True)[0],
+                                  500000.0 ** -(np.arange(0, 16, 2) / 16))
+
+
+@pytest.mark.parametrize("share", [0.3, 0.02, 1.5, 0])
+def test_a_part_that_is_no_even_number_of_elements_is_refused(share):
+    with pytest.raises(CheckpointError, match=f"partial_rotary_factor = {share}"):
+        rope_inv_freq(LLAMA_3_2 | {"head_dim": 64, "partial_rotary_factor": share}, partial=True)
 
 
 @pytest.mark.parametrize("change,words", [

@@ -16,6 +16,9 @@ BASE = dict(vocab_size=131, hidden_size=64, intermediate_size=112, num_hidden_la
 LLAMA3_ROPE = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,
                "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
 YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+PARTIAL_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+DEEPSEEK = dict(n_routed_experts=12, num_experts_per_tok=3, moe_intermediate_size=64, n_shared_experts=2,
+                first_k_dense_replace=1)
 MOE = dict(num_experts=6, num_experts_per_tok=3, moe_intermediate_size=64)
 
 # name -> (configuration class, what differs from BASE)
@@ -34,6 +37,15 @@ KINDS: dict[str, tuple[str, dict]] = {
     "qwen3-moe": ("Qwen3MoeConfig", dict(head_dim=32, **MOE, norm_topk_prob=True, mlp_only_layers=[1])),
     "qwen3-moe-raw": ("Qwen3MoeConfig", dict(head_dim=32, **MOE, norm_topk_prob=False, tie_word_embeddings=True,
                                              use_sliding_window=True, sliding_window=7)),
+    "glm4-moe": ("Glm4MoeConfig", dict(
+        head_dim=32, **DEEPSEEK, n_group=4, topk_group=2, norm_topk_prob=True, routed_scaling_factor=1.7,
+        use_qk_norm=True, attention_bias=True, rope_parameters=PARTIAL_ROPE)),
+    "glm4-moe-air": ("Glm4MoeConfig", dict(
+        **DEEPSEEK, norm_topk_prob=False, tie_word_embeddings=True,
+        rope_parameters=YARN_ROPE | {"partial_rotary_factor": 0.25})),
+    "dots1": ("Dots1Config", dict(
+        **DEEPSEEK, n_group=3, topk_group=1, norm_topk_prob=True, routed_scaling_factor=2.5, sliding_window=7,
+        max_window_layers=1)),
     "gemma3": ("Gemma3TextConfig", dict(
         head_dim=32, num_hidden_layers=4, sliding_window=6, query_pre_attn_scalar=24, final_logit_softcapping=20.0,
         layer_types=["sliding_attention", "full_attention"] * 2,
@@ -69,7 +81,8 @@ def hf_model(kind: str) -> transformers.PreTrainedModel:
     model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
     draw = torch.Generator().manual_seed(sum(map(ord, kind)))
     with torch.no_grad():
-        for name, weight in model.named_parameters():
+        biases = [pair for pair in model.named_buffers() if pair[0].endswith("e_score_correction_bias")]
+        for name, weight in [*model.named_parameters(), *biases]:
             if "norm" in name:
                 weight.add_(torch.randn(weight.shape, generator=draw) * 0.2)
             elif weight.ndim == 1:

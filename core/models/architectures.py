@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from ..errors import CheckpointError
 from ..platform import Batch, Ops, Tensor
-from . import gemma, llama, qwen
+from . import gemma, glm, llama, qwen
 from .blocks import Layout
 from .config import Family, ModelConfig
 from .fields import Fields
@@ -25,9 +25,11 @@ ARCHITECTURES = {
     "mistral": Architecture(llama.MISTRAL, llama.layout, llama.forward),
     "mixtral": Architecture(llama.MIXTRAL, llama.layout, llama.forward),
     "qwen2": Architecture(qwen.QWEN2, llama.layout, llama.forward),
-    "qwen3": Architecture(qwen.QWEN3, qwen.layout, qwen.forward),
+    "qwen3": Architecture(qwen.QWEN3, llama.layout, llama.forward),
     "qwen2_moe": Architecture(qwen.QWEN2_MOE, llama.layout, llama.forward),
-    "qwen3_moe": Architecture(qwen.QWEN3_MOE, qwen.layout, qwen.forward),
+    "qwen3_moe": Architecture(qwen.QWEN3_MOE, llama.layout, llama.forward),
+    "glm4_moe": Architecture(glm.GLM4_MOE, llama.layout, llama.forward),
+    "dots1": Architecture(glm.DOTS1, llama.layout, llama.forward),
     "gemma3_text": Architecture(gemma.GEMMA3, gemma.layout, gemma.forward),
 }
 

@@ -14,15 +14,18 @@ from .config import ModelConfig
 
 Layer = Mapping[str, Any]
 Layout = dict[str, Any]
+QK_NORMS = {"q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"}
 
 
 class Entry(NamedTuple):
-    """One tensor of the checkpoint, the shape it must have and what it is for (`role` and `cut` as in `WeightSpec`)."""
+    """One tensor of the checkpoint, the shape it must have and what it is for (`role` and `cut` as in `WeightSpec`).
+    dtype: that it is loaded in, None = the model's."""
 
     name: str
     role: Role
     shape: tuple[int, ...]
     cut: int | None = None
+    dtype: str | None = None
 
 
 class Projections(NamedTuple):
@@ -60,11 +63,12 @@ def projections(names: Sequence[str], widths: Sequence[int], width_in: int, cut:
 
 
 def attention_layout(config: ModelConfig, index: int) -> Layout:
-    """The projections around attention in layer `index`."""
+    """The projections around attention in layer `index`, and the norms on each head of q and k where there are some."""
     attn, inner = f"model.layers.{index}.self_attn.", config.heads * config.head_dim
     heads = [attn + part for part in ("q_proj", "k_proj", "v_proj")]
-    return {"qkv": projections(heads, config.qkv_widths, config.hidden, 0, config.qkv_bias),
+    tree = {"qkv": projections(heads, config.qkv_widths, config.hidden, 0, config.qkv_bias),
             "o": projections([attn + "o_proj"], [config.hidden], inner, 1, config.o_bias)}
+    return tree | norm_layout(index, config.head_dim, QK_NORMS) if config.qk_norm else tree
 
 
 def norm_layout(index: int, width: int, names: Mapping[str, str]) -> Layout:
@@ -93,8 +97,11 @@ def project(ops: Ops, x: Tensor, layer: Layer, key: str, widths: Sequence[int]) 
 
 
 def qkv(ops: Ops, x: Tensor, layer: Layer, config: ModelConfig) -> list[Tensor]:
-    """[T, hidden] -> q [T, heads, head_dim], k and v [T, kv_heads, head_dim]."""
-    return [y.reshape(x.shape[0], -1, config.head_dim) for y in project(ops, x, layer, "qkv", config.qkv_widths)]
+    """[T, hidden] -> q [T, heads, head_dim], k and v [T, kv_heads, head_dim], norms on q and k applied."""
+    q, k, v = (y.reshape(x.shape[0], -1, config.head_dim) for y in project(ops, x, layer, "qkv", config.qkv_widths))
+    if config.qk_norm:
+        q, k = ops.rms_norm(q, layer["q_norm"], config.eps), ops.rms_norm(k, layer["k_norm"], config.eps)
+    return [q, k, v]
 
 
 def attention(ops: Ops, q: Tensor, k: Tensor, v: Tensor, layer: Layer, config: ModelConfig, index: int) -> Tensor:

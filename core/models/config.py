@@ -20,13 +20,20 @@ class Sparse:
     """The sparse feed-forward of a model.
 
     layers: for each layer, whether it has one.  width: of one expert.  shared: of the expert that every token goes
-    through, weighed by a sigmoid gate; 0 = there is none.
+    through, 0 = there is none.  gated: is that one weighed by a sigmoid gate?  bias: has the router one of scores?
     """
 
     spec: MoESpec
     layers: tuple[bool, ...]
     width: int
     shared: int
+    gated: bool = True
+    bias: bool = False
+
+    @property
+    def grouped(self) -> bool:
+        """Does the choice need the feature "expert_groups"?"""
+        return self.bias or self.spec.groups > 1
 
 
 @dataclass(frozen=True)
@@ -36,6 +43,7 @@ class Family:
     defaults:    values for keys that its configurations may leave out.
     layer_types: (fields, layers) -> one of "full_attention", "sliding_attention" per layer, when none are listed.
     qkv_bias, o_bias: True or False where the type fixes it, None where the key `attention_bias` decides.
+    qk_norm:     likewise, with the key `use_qk_norm`.  partial_rope: does `partial_rotary_factor` mean something?
     sparse:      (fields, layers) -> the sparse feed-forward, for the types that have one.
     """
 
@@ -43,7 +51,8 @@ class Family:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     qkv_bias: bool | None = None
     o_bias: bool | None = None
-    qk_norm: bool = False
+    qk_norm: bool | None = False
+    partial_rope: bool = False
     scaled_embedding: bool = False
     norms_add_one: bool = False
     sparse: Callable[[Fields, int], Sparse] | None = None
@@ -56,6 +65,7 @@ class ModelConfig:
     hidden, intermediate: widths of the residual stream and of the feed-forward.  eps: of every RMS norm.
     max_position: longest context in tokens.  embed_scale: factor on embeddings.  logit_softcap: as in `Ops.sample`.
     eos_ids: ids that end a text.  tied: the head is the embedding matrix.  sparse: None = every layer is dense.
+    drafts: layers behind the model's own, for drafts of later tokens; a checkpoint may have them, nothing uses them.
     """
 
     name: str
@@ -82,6 +92,7 @@ class ModelConfig:
     rope: tuple[RopeSpec, ...]
     attention: tuple[AttentionSpec, ...]
     sparse: Sparse | None = None
+    drafts: int = 0
 
     @property
     def qkv_widths(self) -> tuple[int, int, int]:
@@ -141,9 +152,11 @@ def parse_config(config: Mapping[str, Any], family: Family, name: str = "") -> M
         logit_softcap=fields.optional_number("final_logit_softcapping"),
         qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
         o_bias=attention_bias if family.o_bias is None else family.o_bias,
-        mlp_bias=fields.flag("mlp_bias", False), qk_norm=family.qk_norm, norms_add_one=family.norms_add_one,
-        eos_ids=eos_ids(fields.get("eos_token_id", ()), vocab_size), rope=_ropes(fields, types),
-        attention=_attentions(fields, types, head_dim), sparse=family.sparse and family.sparse(fields, layers))
+        qk_norm=fields.flag("use_qk_norm", False) if family.qk_norm is None else family.qk_norm,
+        mlp_bias=fields.flag("mlp_bias", False), norms_add_one=family.norms_add_one,
+        eos_ids=eos_ids(fields.get("eos_token_id", ()), vocab_size), rope=_ropes(fields, types, family.partial_rope),
+        attention=_attentions(fields, types, head_dim), sparse=family.sparse and family.sparse(fields, layers),
+        drafts=fields.integer("num_nextn_predict_layers", 0, low=0, high=4096))
 
 
 def eos_ids(value: Any, vocab_size: int) -> tuple[int, ...]:
@@ -179,10 +192,10 @@ def _max_position(fields: Fields, types: tuple[str, ...]) -> int:
     return min([fields.integer("max_position_embeddings", 2048)] + [limit for limit in limits if limit is not None])
 
 
-def _ropes(fields: Fields, types: tuple[str, ...]) -> tuple[RopeSpec, ...]:
+def _ropes(fields: Fields, types: tuple[str, ...], partial: bool) -> tuple[RopeSpec, ...]:
     specs = {}
     for kind in set(types):
-        inv_freq, scale = rope_inv_freq(fields.values, kind)
+        inv_freq, scale = rope_inv_freq(fields.values, kind, partial)
         specs[kind] = RopeSpec(tuple(inv_freq.tolist()), scale)
     return tuple(specs[t] for t in types)
 

@@ -8,7 +8,6 @@ from ..platform import Batch, Ops, Tensor
 from . import blocks, feed_forward
 from .config import FULL, Family, ModelConfig
 from .fields import Fields
-from .qwen import QK_NORMS
 from .rope import LOCAL
 
 NORMS = {"attn_norm": "input_layernorm", "attn_out_norm": "post_attention_layernorm",
@@ -33,8 +32,7 @@ def layout(config: ModelConfig) -> blocks.Layout:
     """The weight tree of `forward`."""
     return blocks.model_layout(config, [
         blocks.attention_layout(config, i) | feed_forward.layout(config, i)
-        | blocks.norm_layout(i, config.hidden, NORMS)
-        | blocks.norm_layout(i, config.head_dim, QK_NORMS) for i in range(config.layers)])
+        | blocks.norm_layout(i, config.hidden, NORMS) for i in range(config.layers)])
 
 
 def forward(config: ModelConfig, ops: Ops, weights: Mapping[str, Any], batch: Batch) -> Tensor:
@@ -42,7 +40,6 @@ def forward(config: ModelConfig, ops: Ops, weights: Mapping[str, Any], batch: Ba
     x = ops.embed(batch.tokens, weights["embed"]) * config.embed_scale
     for i, layer in enumerate(weights["layers"]):
         q, k, v = blocks.qkv(ops, ops.rms_norm(x, layer["attn_norm"], config.eps), layer, config)
-        q, k = ops.rms_norm(q, layer["q_norm"], config.eps), ops.rms_norm(k, layer["k_norm"], config.eps)
         y = blocks.attention(ops, q, k, v, layer, config, i)
         x = x + ops.rms_norm(y, layer["attn_out_norm"], config.eps)
         y = feed_forward.forward(ops, ops.rms_norm(x, layer["mlp_norm"], config.eps), layer, config, i)

@@ -1,4 +1,5 @@
-"""Llama 2, 3 and 3.x, SmolLM2, Mistral, Mixtral: pre-norm layers of attention and a gated feed-forward."""
+"""Pre-norm layers of attention and a gated feed-forward: Llama 2, 3 and 3.x, SmolLM2, Mistral, Mixtral, and all that
+differ from them in their `Family` alone."""
 from __future__ import annotations
 
 from collections.abc import Mapping

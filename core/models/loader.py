@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import CheckpointError
-from ..platform import Batch, Manifest, Ops, Tensor, Unsupported, Weight
+from ..platform import FEATURES, Batch, Manifest, Ops, Tensor, Unsupported, Weight
 from ..quant.formats import FORMATS, nbytes
 from ..specs import LayerState, RawTensor, WeightSpec
 from .architectures import Architecture, find_architecture
@@ -26,9 +26,9 @@ DENSE = {"f64": "float64", "f32": "float32", "f16": "float16", "bf16": "bfloat16
 RENAMED = {"language_model.model.": "model.", "model.language_model.": "model.", "language_model.lm_head.": "lm_head."}
 UNUSED = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
 RECOMPUTED = (".rotary_emb.inv_freq", "rope_freqs.weight")
-# What sparse layers are called: by Mixtral's checkpoints, and by MLX's where experts are stacked.
-SPARSE = {".block_sparse_moe.": ".mlp.", ".switch_mlp.": ".experts.", ".w1.": ".gate_proj.", ".w2.": ".down_proj.",
-          ".w3.": ".up_proj."}
+# What sparse layers are called: by Mixtral's and DeepSeek's checkpoints, and by MLX's where experts are stacked.
+SPARSE = {".block_sparse_moe.": ".mlp.", ".shared_experts.": ".shared_expert.", ".switch_mlp.": ".experts.",
+          ".w1.": ".gate_proj.", ".w2.": ".down_proj.", ".w3.": ".up_proj."}
 
 
 @dataclass(frozen=True)
@@ -138,6 +138,8 @@ def _check_names(entries: Sequence[Entry], names: Mapping[str, str], config: Mod
     missing, extra = wanted - names.keys(), names.keys() - wanted
     if config.tied:
         extra -= {"lm_head.weight"}  # some files store the tied matrix twice
+    drafts = tuple(f"model.layers.{config.layers + i}." for i in range(config.drafts))
+    extra = {name for name in extra if not name.startswith(drafts)}
     problems = [f"{word} {_list(found)}" for word, found in (("lacks", missing), ("has unknown", extra)) if found]
     if problems:
         raise CheckpointError(f"this checkpoint does not fit model_type {config.model_type!r}: it "
@@ -167,6 +169,21 @@ def _check_attention(config: ModelConfig, platform: Any, manifest: Manifest, dty
                                    page_size=page_size, window=spec.window, softcap=spec.softcap, dtype=dtype)
         if reason is not None:
             raise Unsupported(f"{manifest.name} cannot do this model's attention: {reason}")
+    for rotated in sorted({2 * len(spec.inv_freq) for spec in config.rope} - {config.head_dim}):
+        _check_features(["partial_rope"], "rotary embedding", platform, manifest, "rope", head_dim=config.head_dim,
+                        rotated=rotated, dtype=dtype)
+
+
+def _check_features(features: Sequence[str], what: str, platform: Any, manifest: Manifest, op: str,
+                    **case: Any) -> None:
+    """The platform must have the features and, asked for the case, do it."""
+    missing = [feature for feature in features if feature not in manifest.features]
+    if missing:
+        reason = platform.supports(missing[0]) or f"it has no {FEATURES[missing[0]]}"
+    else:
+        reason = platform.supports(op, **case)
+    if reason is not None:
+        raise Unsupported(f"{manifest.name} cannot do this model's {what}: {reason}")
 
 
 def _format_reasons(entries: Sequence[Entry], names: Mapping[str, str], checkpoint: Any, platform: Any,
@@ -174,10 +191,12 @@ def _format_reasons(entries: Sequence[Entry], names: Mapping[str, str], checkpoi
     """(op, quantized format) -> None if the platform keeps it, else why it must be expanded."""
     cases: dict[str, dict[str, Any]] = {"linear": {}}
     if sparse is not None:
-        cases["moe"] = dict(experts=sparse.spec.experts, top_k=sparse.spec.top_k)
-        reason = platform.supports("moe", **cases["moe"], format=dtype, dtype=dtype)
-        if reason is not None or "moe" not in manifest.features:
-            raise Unsupported(f"{manifest.name} cannot do this model's sparse layers: {reason or 'it has none'}")
+        spec = sparse.spec
+        cases["moe"] = dict(experts=spec.experts, top_k=spec.top_k)
+        if sparse.grouped:
+            cases["moe"] |= dict(groups=spec.groups, top_groups=spec.top_groups, bias=sparse.bias)
+        _check_features(["moe", "expert_groups"][:1 + sparse.grouped], "sparse layers", platform, manifest, "moe",
+                        **cases["moe"], format=dtype, dtype=dtype)
     reasons: dict[tuple[str, str], str | None] = {}
     for op, name in sorted({(_op(entry.role), checkpoint.describe(names[entry.name])[0]) for entry in entries}):
         if name not in DENSE:
@@ -247,7 +266,7 @@ class _Placer:
         if spec.role == "norm" and self.add_one:
             raws = [_plus_one(raw) for raw in raws]
         try:
-            leaf = self.platform.load(raws, spec, self.dtype)
+            leaf = self.platform.load(raws, spec, stack[0].dtype or self.dtype)
         except Unsupported as error:
             raise Unsupported(f"{', '.join(spec.names)}: {error}") from error
         self._count(raws, spec, leaf)

@@ -18,9 +18,11 @@ LOCAL = "sliding_attention"
 _KEYS_BESIDE = ("partial_rotary_factor", "original_max_position_embeddings")
 
 
-def rope_inv_freq(config: Mapping[str, Any], layer_type: str | None = None) -> tuple[np.ndarray, float]:
-    """Frequencies in radians per position, float64 [head_dim / 2], and the factor on cosine and sine.
+def rope_inv_freq(config: Mapping[str, Any], layer_type: str | None = None,
+                  partial: bool = False) -> tuple[np.ndarray, float]:
+    """Frequencies in radians per position, float64 [rotated / 2], and the factor on cosine and sine.
 
+    All of a head rotates; its first head_dim * `partial_rotary_factor` elements where the type knows that (`partial`).
     `layer_type` ("full_attention", "sliding_attention") picks the entry where a model has several. Raises
     `CheckpointError` for an unknown rope_type or a parameter out of range. Source: Su et al. 2021 (RoFormer).
     """
@@ -30,14 +32,17 @@ def rope_inv_freq(config: Mapping[str, Any], layer_type: str | None = None) -> t
     if head_dim < 2 or head_dim % 2:
         raise CheckpointError(f"config: head_dim = {head_dim} is not supported; rotary embedding needs an even number")
     params = rope_parameters(config, layer_type)
-    if params.number("partial_rotary_factor", 1.0) != 1.0:
-        raise params.error("partial_rotary_factor", params.get("partial_rotary_factor"), "1")
+    share = params.number("partial_rotary_factor", 1.0, high=1.0)
+    rotated = int(head_dim * share)
+    if share != 1.0 and (not partial or rotated < 2 or rotated % 2):
+        raise params.error("partial_rotary_factor", share, "1" + " or leave an even part of "
+                           f"head_dim = {head_dim}" * partial)
     base = params.number("rope_theta", 10000.0, low=1.0)
-    inv_freq = base ** -(np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+    inv_freq = base ** -(np.arange(0, rotated, 2, dtype=np.float64) / rotated)
     rule = RULES[rope_type(params)]
     inv_freq, factor = rule(inv_freq, params, whole)
     if "rope_freq_factors" in whole and layer_type != LOCAL:
-        inv_freq = inv_freq / np.array(whole.numbers("rope_freq_factors", head_dim // 2))
+        inv_freq = inv_freq / np.array(whole.numbers("rope_freq_factors", rotated // 2))
     return inv_freq, factor
 
 

@@ -73,8 +73,10 @@ class Ops:
 
     def rope(self, x: torch.Tensor, spec: RopeSpec) -> torch.Tensor:
         cos, sin = self.turns.get(spec) or self._turn(spec)
-        wide = x.float()
-        return (wide * cos).addcmul_(wide.roll(x.shape[-1] // 2, -1), sin).to(x.dtype)
+        half = len(spec.inv_freq)
+        wide = x[..., :2 * half].float()
+        turned = (wide * cos).addcmul_(wide.roll(half, -1), sin).to(x.dtype)
+        return turned if 2 * half == x.shape[-1] else torch.cat((turned, x[..., 2 * half:]), -1)
 
     def attention(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int,
                   spec: AttentionSpec) -> torch.Tensor:
@@ -86,8 +88,8 @@ class Ops:
         return act_mul(gate, up, kind)
 
     def moe(self, x: torch.Tensor, router_logits: torch.Tensor, w13: Experts, w2: Experts,
-            spec: MoESpec) -> torch.Tensor:
-        return moe(x, router_logits, w13, w2, spec)
+            spec: MoESpec, bias: Vector | None = None) -> torch.Tensor:
+        return moe(x, router_logits, w13, w2, spec, bias)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         return x
@@ -104,7 +106,7 @@ class Ops:
         return result
 
     def _turn(self, spec: RopeSpec) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosine and signed sine [T, 1, head_dim] of this step's positions: y = x * cos + roll(x, half) * sin."""
+        """Cosine and signed sine [T, 1, rotated] of this step's positions: y = x * cos + roll(x, half) * sin."""
         frequencies = torch.tensor(spec.inv_freq, dtype=torch.float64)
         angles = self.positions.double()[:, None, None] * frequencies
         cos, sin = ((spec.scale * part).float() for part in (angles.cos(), angles.sin()))

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import mlx.core as mx
 
 from ...core.platform import MoESpec
-from .quant import Experts
+from .quant import Experts, Vector
 
 SORTED = 64  # (token, expert) pairs from which on they are ordered by expert, so that each expert is read once
 
@@ -34,21 +34,33 @@ def act_mul(gate: mx.array, up: mx.array, kind: str) -> mx.array:
     return (ACTIVATIONS[kind](gate.astype(mx.float32)) * up).astype(up.dtype)
 
 
-def route(logits: mx.array, spec: MoESpec) -> tuple[mx.array, mx.array]:
+def outside_hidden(scores: mx.array, spec: MoESpec, corrected: bool) -> mx.array:
+    """Scores [T, experts] for the choice, -inf outside the best groups of each token."""
+    grouped = scores.reshape(scores.shape[0], spec.groups, -1)
+    best = mx.topk(grouped, 2, axis=-1).sum(axis=-1) if corrected else grouped.max(axis=-1)
+    order = mx.argsort(-best, axis=-1)
+    place = mx.argsort(order, axis=-1)  # of each group among all, the best is 0
+    return mx.where((place < spec.top_groups)[..., None], grouped, -math.inf).reshape(scores.shape)
+
+
+def route(logits: mx.array, spec: MoESpec, bias: Vector | None) -> tuple[mx.array, mx.array]:
     """Router logits [T, experts] -> chosen experts [T, top_k] and their weights [T, top_k], float32."""
     logits = logits.astype(mx.float32)
     scores = mx.sigmoid(logits) if spec.scoring == "sigmoid" else mx.softmax(logits, axis=-1)
-    # MLX's sort merges and is stable, so the lower expert wins a tie.
-    chosen = mx.argsort(-scores, axis=-1)[:, :spec.top_k]
+    choice = scores if bias is None else scores + bias.values
+    # MLX's sort merges and is stable, so the lower expert wins a tie, and the lower group.
+    if spec.groups > 1:
+        choice = outside_hidden(choice, spec, bias is not None)
+    chosen = mx.argsort(-choice, axis=-1)[:, :spec.top_k]
     weights = mx.take_along_axis(scores, chosen, axis=-1)
     if spec.renormalize:
-        weights = weights / weights.sum(axis=-1, keepdims=True)
+        weights = weights / (weights.sum(axis=-1, keepdims=True) + 1e-20)
     return chosen, weights * spec.scale
 
 
-def moe(x: mx.array, logits: mx.array, w13: Experts, w2: Experts, spec: MoESpec) -> mx.array:
+def moe(x: mx.array, logits: mx.array, w13: Experts, w2: Experts, spec: MoESpec, bias: Vector | None) -> mx.array:
     """Each (token, expert) pair is one row of a gathered product; the results are added up in float32."""
-    chosen, weights = route(logits, spec)
+    chosen, weights = route(logits, spec, bias)
     pairs = chosen.flatten()
     many = pairs.size >= SORTED
     order = mx.argsort(pairs) if many else mx.arange(pairs.size)

@@ -77,11 +77,11 @@ class Turns:
         self.tables: dict[RopeSpec, tuple[mx.array, ...]] = {}
 
     def periods(self, spec: RopeSpec) -> mx.array:
-        """[head_dim / 2] positions per radian, as `mx.fast.rope` takes them."""
+        """[rotated / 2] positions per radian, as `mx.fast.rope` takes them."""
         return mx.array((1 / np.maximum(spec.inv_freq, 1e-30)).astype(np.float32))
 
     def at(self, positions: mx.array, spec: RopeSpec) -> tuple[mx.array, mx.array]:
-        """positions [T] -> cosine and sine, [T, 1, head_dim / 2] each, with the spec's factor."""
+        """positions [T] -> cosine and sine, [T, 1, rotated / 2] each, with the spec's factor."""
         if spec not in self.tables:
             self.tables[spec] = self._build(spec)
         coarse_cos, coarse_sin, fine_cos, fine_sin = self.tables[spec]
@@ -116,8 +116,11 @@ class Ops:
         return mx.fast.rms_norm(x, weight.values, eps)
 
     def rope(self, x: mx.array, spec: RopeSpec) -> mx.array:
+        rotated = 2 * len(spec.inv_freq)
+        if rotated < x.shape[-1]:
+            return mx.concatenate([self.rope(x[..., :rotated], spec), x[..., rotated:]], axis=-1)
         if self.plan.device.metal:
-            turned = mx.fast.rope(x[:, :, None], x.shape[-1], traditional=False, base=None, scale=1.0,
+            turned = mx.fast.rope(x[:, :, None], rotated, traditional=False, base=None, scale=1.0,
                                   offset=self.batch.positions, freqs=self.turns.periods(spec))[:, :, 0]
             return turned if spec.scale == 1 else turned * spec.scale
         if spec not in self.angles:
@@ -134,8 +137,9 @@ class Ops:
     def act_mul(self, gate: mx.array, up: mx.array, kind: str) -> mx.array:
         return act_mul(gate, up, kind)
 
-    def moe(self, x: mx.array, router_logits: mx.array, w13: Experts, w2: Experts, spec: MoESpec) -> mx.array:
-        return moe(x, router_logits, w13, w2, spec)
+    def moe(self, x: mx.array, router_logits: mx.array, w13: Experts, w2: Experts, spec: MoESpec,
+            bias: Vector | None = None) -> mx.array:
+        return moe(x, router_logits, w13, w2, spec, bias)
 
     def all_reduce(self, x: mx.array) -> mx.array:
         return x

@@ -47,8 +47,9 @@ class Ops:
     def rope(self, x: np.ndarray, spec: RopeSpec) -> np.ndarray:
         angles = self.batch.positions[:, None, None] * np.array(spec.inv_freq)
         cos, sin = spec.scale * np.cos(angles), spec.scale * np.sin(angles)
-        first, second = np.split(x, 2, axis=-1)
-        return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+        half = len(spec.inv_freq)
+        first, second, rest = np.split(x, [half, 2 * half], axis=-1)
+        return np.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1).astype(x.dtype)
 
     def attention(self, q: np.ndarray, k: np.ndarray, v: np.ndarray, layer: int, spec: AttentionSpec) -> np.ndarray:
         cache = self.state.layers[layer]
@@ -58,9 +59,9 @@ class Ops:
     def act_mul(self, gate: np.ndarray, up: np.ndarray, kind: str) -> np.ndarray:
         return act_mul(gate, up, kind)
 
-    def moe(self, x: np.ndarray, router_logits: np.ndarray, w13: Experts, w2: Experts,
-            spec: MoESpec) -> np.ndarray:
-        return moe(x, router_logits, w13, w2, spec)
+    def moe(self, x: np.ndarray, router_logits: np.ndarray, w13: Experts, w2: Experts, spec: MoESpec,
+            bias: Dense | None = None) -> np.ndarray:
+        return moe(x, router_logits, w13, w2, spec, bias)
 
     def all_reduce(self, x: np.ndarray) -> np.ndarray:
         return x

@@ -9,7 +9,7 @@ from jax import lax
 
 from ...core.platform import MoESpec
 from .matmul_kernel import grouped_matmul, refusal
-from .quant import Experts, Groups, precision
+from .quant import Experts, Groups, Vector, precision
 
 ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": partial(jax.nn.gelu, approximate=True),
                "gelu": partial(jax.nn.gelu, approximate=False), "sigmoid": jax.nn.sigmoid}
@@ -20,13 +20,26 @@ def act_mul(gate: jax.Array, up: jax.Array, kind: str) -> jax.Array:
     return (ACTIVATIONS[kind](gate.astype(jnp.float32)) * up.astype(jnp.float32)).astype(gate.dtype)
 
 
-def route(logits: jax.Array, spec: MoESpec) -> tuple[jax.Array, jax.Array]:
+def outside_hidden(scores: jax.Array, spec: MoESpec, corrected: bool) -> jax.Array:
+    """Scores [T, experts] for the choice, -inf outside the best groups of each token."""
+    grouped = scores.reshape(len(scores), spec.groups, -1)
+    best = lax.top_k(grouped, 2 if corrected else 1)[0].sum(-1)
+    _, kept = lax.top_k(best, spec.top_groups)
+    seen = (kept[:, None] == jnp.arange(spec.groups)[:, None]).any(-1)
+    return jnp.where(seen[..., None], grouped, -jnp.inf).reshape(scores.shape)
+
+
+def route(logits: jax.Array, spec: MoESpec, bias: Vector | None) -> tuple[jax.Array, jax.Array]:
     """Router logits [T, experts] -> chosen experts [T, top_k] and their weights [T, top_k], float32."""
     logits = logits.astype(jnp.float32)
     scores = jax.nn.sigmoid(logits) if spec.scoring == "sigmoid" else jax.nn.softmax(logits, -1)
-    weights, chosen = lax.top_k(scores, spec.top_k)  # the lower index first among equals
+    choice = scores if bias is None else scores + bias.values
+    if spec.groups > 1:
+        choice = outside_hidden(choice, spec, bias is not None)
+    _, chosen = lax.top_k(choice, spec.top_k)  # the lower index first among equals
+    weights = jnp.take_along_axis(scores, chosen, -1)
     if spec.renormalize:
-        weights = weights / weights.sum(-1, keepdims=True)
+        weights = weights / (weights.sum(-1, keepdims=True) + 1e-20)
     return chosen, weights * spec.scale
 
 
@@ -48,9 +61,9 @@ def linear(x: jax.Array, weight: Groups, mode: str) -> jax.Array:
 
 
 def moe(x: jax.Array, logits: jax.Array, w13: Experts | Groups, w2: Experts | Groups, spec: MoESpec,
-        mode: str) -> jax.Array:
+        bias: Vector | None, mode: str) -> jax.Array:
     """[T, D] -> [T, D]: pairs of token and expert, sorted by expert, go through both products; float32 sums."""
-    chosen, weights = route(logits, spec)
+    chosen, weights = route(logits, spec, bias)
     pairs = chosen.reshape(-1)
     order = jnp.argsort(pairs, stable=True)
     counts = jnp.bincount(pairs, length=spec.experts)

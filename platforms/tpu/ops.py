@@ -62,8 +62,9 @@ class Ops:
         if spec not in self.turns:
             self.turns[spec] = turns(self.batch.positions, spec)
         cos, sin = self.turns[spec]
-        first, second = jnp.split(x.astype(jnp.float32), 2, -1)
-        return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1).astype(x.dtype)
+        half = len(spec.inv_freq)
+        first, second, rest = jnp.split(x.astype(jnp.float32), [half, 2 * half], -1)
+        return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], -1).astype(x.dtype)
 
     def attention(self, q: jax.Array, k: jax.Array, v: jax.Array, layer: int, spec: AttentionSpec) -> jax.Array:
         self.layers[layer] = self.plan.write(self.layers[layer], k, v)
@@ -73,8 +74,8 @@ class Ops:
         return act_mul(gate, up, kind)
 
     def moe(self, x: jax.Array, router_logits: jax.Array, w13: Experts | Groups, w2: Experts | Groups,
-            spec: MoESpec) -> jax.Array:
-        return moe(x, router_logits, w13, w2, spec, self.mode)
+            spec: MoESpec, bias: Vector | None = None) -> jax.Array:
+        return moe(x, router_logits, w13, w2, spec, bias, self.mode)
 
     def all_reduce(self, x: jax.Array) -> jax.Array:
         return x if self.world == 1 else lax.psum(x, RANKS)
@@ -85,7 +86,7 @@ class Ops:
 
 
 def turns(positions: jax.Array, spec: RopeSpec) -> tuple[jax.Array, jax.Array]:
-    """Cosine and sine [T, 1, head_dim / 2].
+    """Cosine and sine [T, 1, rotated / 2].
 
     Angles are counted in 2^-32 turns: a product of integers that wraps is exact however far the position, where float32
     would be off by position * 2^-24 radians.
