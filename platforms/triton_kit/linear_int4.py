@@ -1,0 +1,102 @@
+"""Weight-only linears in affine groups: w = scale * code + minimum, codes of 4 or 8 bits.
+
+AWQ, GPTQ, MLX and the affine block formats of GGUF (`platforms.expand.affine`) are all this form; they are packed once
+at load. Sources: Lin et al. 2023 (AWQ), Frantar et al. 2022 (GPTQ).
+
+Packed codes are panels [panels, rows, half] bytes: for each panel of 2 * half values along `in` (half values of 8 bits)
+the rows lie one behind the other, so that a tile is one piece of memory. Byte j of a row holds value j of the panel in
+its low half and value half + j in its high half: unpacking is a mask and a shift, and no value changes its lane.
+Scale and second are [groups, rows].
+"""
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from .launch import Specialization
+from .linear_kernel import linear, specialization
+from .linear_tiles import Matrix, Tile, linear_tile
+
+EXACT = (torch.float16, torch.bfloat16, torch.float32)  # the first that holds all scales without a change is kept
+
+
+def pack_panels(codes: torch.Tensor, half: int, bits: int) -> torch.Tensor:
+    """Codes [..., rows, in] uint8 -> panels [..., panels, rows, half] uint8; `in` is filled up with zeros."""
+    span = half * 8 // bits
+    *lead, rows, width = codes.shape
+    panels = -(-width // span)
+    padded = torch.nn.functional.pad(codes, (0, panels * span - width))
+    parts = padded.reshape(*lead, rows, panels, span // half, half).movedim(-3, -4)
+    packed = parts[..., 0, :] if bits == 8 else parts[..., 0, :] | parts[..., 1, :] << 4
+    return packed.contiguous()
+
+
+def pack_groups(values: torch.Tensor, groups: int) -> torch.Tensor:
+    """One value for each group [..., rows, in / group] -> [..., groups, rows], filled up with zeros."""
+    padded = torch.nn.functional.pad(values, (0, groups - values.shape[-1]))
+    return padded.transpose(-1, -2).contiguous()
+
+
+def _narrowest(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    dtype = next(kind for kind in EXACT if all(torch.equal(t.to(kind).float(), t) for t in tensors))
+    return [t.to(dtype) for t in tensors]
+
+
+def _tensor(array: np.ndarray | torch.Tensor) -> torch.Tensor:
+    return array if isinstance(array, torch.Tensor) else torch.from_numpy(np.ascontiguousarray(array))
+
+
+def pack_affine(codes: np.ndarray | torch.Tensor, scale: np.ndarray | torch.Tensor,
+                minimum: np.ndarray | torch.Tensor, bits: int) -> Matrix:
+    """Pack codes [out, in] (or [experts, out, in]) uint8, or int8 of 8 bits, for the kernel, on the codes' device.
+
+    scale, minimum: [out, in / group] float32; one group for the whole row, or groups of 32, 64 or a multiple of 128.
+    The result is exact: scales are stored in the narrowest type that changes none of them, and where every minimum is
+    a whole number of scales (AWQ, GPTQ, q4_0, q8_0) that number, the zero point, is stored instead.
+    Raises ValueError for shapes, groups or codes that do not fit.
+    """
+    codes, scale, minimum = _tensor(codes), _tensor(scale).float(), _tensor(minimum).float()
+    width, groups = codes.shape[-1], scale.shape[-1]
+    if bits not in (4, 8) or (bits == 4 and codes.numel() and int(codes.max()) > 15):
+        raise ValueError(f"codes of {bits} bits up to {int(codes.max()) if codes.numel() else 0}: 4 or 8 bits it is")
+    if scale.shape != minimum.shape or scale.shape[:-1] != codes.shape[:-1] or groups == 0 or width % groups:
+        raise ValueError(f"scales {tuple(scale.shape)} and minima {tuple(minimum.shape)} do not fit codes "
+                         f"{tuple(codes.shape)}")
+    group = 0 if groups == 1 else width // groups
+    if group not in (0, 32, 64) and group % 128:
+        raise ValueError(f"groups of {group} values: it must be 32, 64, a multiple of 128 or the whole row ({width})")
+    if codes.dtype == torch.int8:
+        codes, minimum = (codes.to(torch.int16) + 128).to(torch.uint8), minimum - 128 * scale
+    zero = torch.where(scale == 0, 0.0, torch.round(-minimum / scale))
+    whole = bool((zero.abs() <= 256).all()) and torch.equal(-zero * scale, minimum)
+    half = 32 if group == 32 else 64
+    span = half * 8 // bits
+    padded = 1 if group == 0 else -(-width // span) * span // group if group < span else groups
+    packed = [pack_groups(part, padded) for part in _narrowest(scale, zero if whole else minimum)]
+    return Matrix(f"affine{bits}", pack_panels(codes, half, bits), codes.shape[-2], width, *packed, group, half, whole,
+                  codes.shape[0] if codes.ndim == 3 else 0)
+
+
+def affine_linear(x: torch.Tensor, weight: Matrix, bias: torch.Tensor | None = None, tile: Tile | None = None,
+                  ) -> torch.Tensor:
+    """[tokens, in] bfloat16, float16 or float32 -> [tokens, out] in the same type; `weight` from `pack_affine`.
+
+    Sums are float32. A tile for sm_90 is taken where none is given. Raises ValueError where shapes do not fit.
+    """
+    return linear(x, weight, bias, tile or linear_tile(weight.kind, len(x), weight.width, weight.rows))
+
+
+def specializations() -> list[Specialization]:
+    """4 bits in groups of 32, 64, 128 and 8 bits by row, for decode (split), small batches and prompts."""
+    tiles = {"decode": Tile(64, 16, 128, 8, 4, 4), "batch": Tile(64, 64, 128, 1, 4, 3),
+             "prompt": Tile(128, 128, 128, 1, 8, 2)}
+    out = []
+    for name, tile in tiles.items():
+        for bits, group, scale, zero in ((4, 32, "fp16", False), (4, 64, "bf16", False), (4, 128, "fp16", True),
+                                         (4, 128, "fp32", False), (8, 0, "fp16", True), (8, 128, "fp16", False)):
+            out += [specialization(f"affine{bits} g{group or 'row'} {scale}{' zero' * zero} {x} {name}",
+                                   f"affine{bits}", tile, x=x, out=x, scale=scale, second=scale, group=group,
+                                   half=32 if group == 32 else 64, zero=zero, bias=name == "batch",
+                                   tuning={"gfx": {"num_stages": 2}})
+                    for x in (("bf16", "fp16") if group == 128 and zero else ("bf16",))]
+    return out
