@@ -24,6 +24,9 @@ NMSE = {"f64": 1e-12, "f32": 1e-10, "f16": rounding(1e-4, 11), "bf16": 1e-4}
 QUANTIZED_NMSE = {"f64": 1e-12, "f32": 1e-8, "f16": rounding(1e-3, 11), "bf16": 1e-3}
 
 
+Entry = tuple[list[RawTensor], WeightSpec] | tuple[list[RawTensor], WeightSpec, str]
+
+
 @dataclass(frozen=True)
 class Step:
     """One launch. expected: values of the first `tokens` tokens (None = all), or the sampled result of the logit rows
@@ -38,9 +41,10 @@ class Step:
 
 @dataclass(frozen=True)
 class Run:
-    """Weights by name, each as parts and how to load them; steps that share one state."""
+    """Weights by name, each as parts, how to load them, and the dtype where it is not the case's; steps that share one
+    state."""
 
-    weights: dict[str, tuple[list[RawTensor], WeightSpec]]
+    weights: dict[str, Entry]
     steps: list[Step]
     state: StateSpec
     pages: int
@@ -66,9 +70,6 @@ class OpCase:
 
 def normal(rng: np.random.Generator, shape: tuple[int, ...], dtype: str, scale: float = 1.0) -> np.ndarray:
     return rounded(rng.normal(size=shape) * scale, dtype)
-
-
-Entry = tuple[list[RawTensor], WeightSpec]
 
 
 def weight(x: np.ndarray, role: str = "linear") -> Entry:

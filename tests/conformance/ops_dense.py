@@ -98,20 +98,25 @@ def norm_case(shape: tuple[int, ...], scale: float, eps: float, dtype: str) -> O
 
 
 def rope_case(heads: int, dim: int, positions: tuple[int, ...], scale: float, dtype: str,
-              nmse: dict[str, float]) -> OpCase:
-    """Each pair (i, i + dim / 2) of a head is a complex number, turned by position * inv_freq[i]."""
-    spec = RopeSpec(tuple(10000.0 ** (-2 * i / dim) for i in range(dim // 2)), scale)
+              nmse: dict[str, float], part: int = 0) -> OpCase:
+    """Each pair (i, i + half) of a head is a complex number, turned by position * inv_freq[i]. half: of the head, or of
+    its first `part` elements, which then rotate alone."""
+    half = (part or dim) // 2
+    spec = RopeSpec(tuple(10000.0 ** (-i / half) for i in range(half)), scale)
 
     def make(rng: np.random.Generator) -> tuple:
         x = normal(rng, (len(positions), heads, dim), dtype)
-        turned = x[..., :dim // 2] + 1j * x[..., dim // 2:]
+        turned = x[..., :half] + 1j * x[..., half:2 * half]
         for t, position in enumerate(positions):
             for i, frequency in enumerate(spec.inv_freq):
                 turned[t, :, i] *= scale * complex(math.cos(position * frequency), math.sin(position * frequency))
         return ({"x": table(x)},
                 lambda ops, w, batch: ops.rope(ops.embed(batch.tokens, w["x"]).reshape(-1, heads, dim), spec),
-                token_batch(len(positions), np.array(positions)), np.concatenate([turned.real, turned.imag], -1))
-    return single(f"{heads}x{dim},to{max(positions)},scale{scale:g}", "rope", dtype, make, nmse=nmse[dtype])
+                token_batch(len(positions), np.array(positions)),
+                np.concatenate([turned.real, turned.imag, x[..., 2 * half:]], -1))
+    name = f"{heads}x{dim},to{max(positions)},scale{scale:g}" + f",first{part}" * (part > 0)
+    return single(name, "rope", dtype, make, {"head_dim": dim, "rotated": part} if part else {}, nmse[dtype],
+                  features=("partial_rope",) * (part > 0))
 
 
 def act(x: float, kind: str) -> float:
@@ -156,6 +161,9 @@ def dense_cases(dtype: str) -> Iterator[OpCase]:
     yield rope_case(3, 64, (0, 1, 2, 17, 1000), 1, dtype, NMSE | {"f32": 1e-8})
     yield rope_case(2, 32, (131071, 5, 40000), 1, dtype, NMSE | {"f32": 1e-4, "bf16": 1e-3})
     yield rope_case(1, 128, (3, 4, 5), 1.25, dtype, NMSE)
+    yield rope_case(3, 64, (0, 1, 2, 17, 1000), 1, dtype, NMSE | {"f32": 1e-8}, part=32)
+    yield rope_case(2, 128, (7, 4, 500), 1.25, dtype, NMSE | {"f32": 1e-8}, part=32)
+    yield rope_case(2, 24, (9, 2, 30), 1, dtype, NMSE, part=6)
     for kind in ("silu", "gelu_tanh", "gelu", "sigmoid"):
         yield act_case(kind, dtype)
         yield act_case(kind, dtype, far=True)

@@ -26,9 +26,9 @@ class Launcher:
     def __init__(self, platform: Any, dtype: str, run: Run, buckets: Buckets | None = None, overwritten: bool = True):
         self.platform, self.run = platform, run
         weights = {}
-        for name, (raws, spec) in run.weights.items():
+        for name, (raws, spec, *own) in run.weights.items():
             copies = [_copy(raw) for raw in raws]
-            weights[name] = platform.load(copies, spec, dtype)
+            weights[name] = platform.load(copies, spec, *(own or [dtype]))
             if overwritten:
                 for part in (part for raw in copies for part in (raw, *raw.extra)):
                     part.data.view(np.uint8)[...] = 0xFF
@@ -177,5 +177,5 @@ def as_case(case: OpCase, law: str = "ops", subject: str = "") -> Case:
     # Formats are not asked for: what has no kernel is expanded by `load`, and must be right too.
     asks = {name: value for name, value in case.asks.items() if name != "format"}
     needs = Needs(case.dtype, case.op == "attention", case.features,
-                  ((case.op, asks),) if case.op in ASKED else (), case.page_size)
+                  ((case.op, asks),) if case.op in ASKED or "rotated" in asks else (), case.page_size)
     return Case(case.id, law, subject or case.op, needs, check, case.nmse)

@@ -39,9 +39,13 @@ KINDS: dict[str, dict[str, Any]] = {
                   "moe_intermediate_size": 64, "shared_expert_intermediate_size": 32, "norm_topk_prob": False},
     "qwen3_moe": {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32,
                   "norm_topk_prob": True, "mlp_only_layers": [0], "tie_word_embeddings": True},
+    "glm4_moe": {"model_type": "glm4_moe", "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+                 "n_shared_experts": 2, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5,
+                 "first_k_dense_replace": 1, "use_qk_norm": True, "partial_rotary_factor": 0.5},
 }
-SPARSE = ("mixtral", "qwen2_moe", "qwen3_moe")
-MODEL_FEATURES = {"gemma3": ("sliding_window",)} | dict.fromkeys(SPARSE, ("moe",))
+SPARSE = ("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe")
+MODEL_FEATURES = {"gemma3": ("sliding_window",)} | dict.fromkeys(SPARSE, ("moe",)) | {
+    "glm4_moe": ("moe", "expert_groups", "partial_rope")}
 
 
 def in_dtypes(kind: str, dtypes: tuple[str, ...]) -> tuple[str, ...]:
@@ -70,13 +74,15 @@ def shapes(config: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
             if kind in ("qwen2", "qwen2_moe"):
                 yield f"{prefix}self_attn.{name}_proj.bias", (count,)
         yield f"{prefix}self_attn.o_proj.weight", (hidden, rows["q"])
-        if kind in ("qwen3", "qwen3_moe", "gemma3_text"):
+        if kind in ("qwen3", "qwen3_moe", "gemma3_text") or config.get("use_qk_norm"):
             yield f"{prefix}self_attn.q_norm.weight", (dim,)
             yield f"{prefix}self_attn.k_norm.weight", (dim,)
         if kind == "mixtral":
             yield from mixtral_shapes(config, f"{prefix}block_sparse_moe.")
         elif "num_experts" in config and layer not in config.get("mlp_only_layers", ()):
             yield from expert_shapes(config, f"{prefix}mlp.")
+        elif layer >= config.get("first_k_dense_replace", layer + 1):
+            yield from grouped_shapes(config, f"{prefix}mlp.")
         else:
             yield from gated_shapes(f"{prefix}mlp.", hidden, wide)
         yield from ((f"{prefix}{norm}.weight", (hidden,)) for norm in norms)
@@ -108,6 +114,16 @@ def expert_shapes(config: Mapping[str, Any], prefix: str) -> Iterator[tuple[str,
     if shared:
         yield f"{prefix}shared_expert_gate.weight", (1, hidden)
         yield from gated_shapes(f"{prefix}shared_expert.", hidden, shared)
+
+
+def grouped_shapes(config: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """A sparse layer whose router has a bias of scores, and whose shared experts have no gate."""
+    hidden, width, experts = config["hidden_size"], config["moe_intermediate_size"], config["n_routed_experts"]
+    yield f"{prefix}gate.weight", (experts, hidden)
+    yield f"{prefix}gate.e_score_correction_bias", (experts,)
+    for expert in range(experts):
+        yield from gated_shapes(f"{prefix}experts.{expert}.", hidden, width)
+    yield from gated_shapes(f"{prefix}shared_experts.", hidden, width * config["n_shared_experts"])
 
 
 def weights_of(kind: str, seed: int) -> dict[str, np.ndarray]:
