@@ -56,8 +56,8 @@ class ModelSettings:
     model: str | None = setting(None, "GGUF file, model folder, hub id, or a name that `isthmus models` lists")
     served_model_name: str | None = setting(None, "name that clients use; the model's own name by default")
     revision: str | None = setting(None, "branch, tag or commit of a hub model")
-    dtype: str = setting("auto", "compute dtype", choices=("auto", "float32", "bfloat16"), aliases={
-        "bf16": "bfloat16", "f32": "float32", "fp32": "float32"})
+    dtype: str = setting("auto", "compute dtype", choices=("auto", "float32", "bfloat16", "float16"), aliases={
+        "bf16": "bfloat16", "f32": "float32", "fp32": "float32", "f16": "float16", "fp16": "float16"})
     max_model_len: int | None = setting(None, "longest prompt plus output, in tokens; the model's own limit by default",
                                         least=2)
     chat_template: str | None = setting(None, "file with a Jinja chat template that replaces the model's own")
@@ -71,6 +71,10 @@ class CacheSettings:
     page_size: int | None = setting(None, "tokens in a page; the platform's default unless set", least=1)
     kv_cache_memory: str | None = setting(None, "memory for K and V, such as 4GiB, prefix cache included; by default a "
                                           "share of free memory, at most what running requests can use", unit="bytes")
+    kv_cache_dtype: str = setting("auto", "dtype of K and V; by default the compute dtype, or the platform's own",
+                                  choices=("auto", "float32", "bfloat16", "float16", "fp8_e4m3", "fp8_e5m2", "int8"),
+                                  aliases={"bf16": "bfloat16", "f32": "float32", "fp32": "float32", "f16": "float16",
+                                           "fp16": "float16", "fp8": "fp8_e4m3", "i8": "int8"})
     prefix_cache: bool = setting(True, "reuse K and V of prompts that share a prefix")
     eviction_policy: str = setting("lru", "which cached pages go first when memory is short",
                                    choices=_eviction_policies)

@@ -57,11 +57,24 @@ class LayerState:
     head_dim: int
 
 
+class KvFormat(NamedTuple):
+    """What K and V take in memory: bytes of a value, and bytes kept beside each head's vector of them."""
+
+    value: int
+    vector: int = 0
+
+
+# "f8_e4m3" (largest 448, no infinity) and "f8_e5m2" are OCP's 8-bit floats (2023), values beyond the range kept as the
+# largest in it; "i8" is symmetric, with a float32 scale for each head's vector of one token.
+KV_FORMATS = {"f64": KvFormat(8), "f32": KvFormat(4), "bf16": KvFormat(2), "f16": KvFormat(2), "f8_e4m3": KvFormat(1),
+              "f8_e5m2": KvFormat(1), "i8": KvFormat(1, 4)}
+
+
 @dataclass(frozen=True)
 class StateSpec:
     """What `Platform.alloc` allocates for a model.
 
-    dtype: of K and V ("f32", "bf16").  page_size: tokens in a page.
+    dtype: of K and V, a name of `KV_FORMATS`.  page_size: tokens in a page.
     seqs:  number of sequence slots (slot 0 is nobody's, as page 0 is); State keeps the last sampled token of each.
     """
 
@@ -72,8 +85,8 @@ class StateSpec:
 
     def page_bytes(self) -> int:
         """Bytes that one page takes over all layers, K and V together."""
-        width = {"f64": 8, "f32": 4, "bf16": 2, "f16": 2}[self.dtype]
-        return sum(2 * s.kv_heads * s.head_dim for s in self.layers) * self.page_size * width
+        kept = KV_FORMATS[self.dtype]
+        return sum(2 * s.kv_heads * (s.head_dim * kept.value + kept.vector) for s in self.layers) * self.page_size
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from .weights.checkpoint import open_checkpoint
 from .weights.sources import recommended_sampling, resolve_model
 
 DTYPES = {"float64": "f64", "float32": "f32", "bfloat16": "bf16", "float16": "f16"}
+KV_DTYPES = DTYPES | {"fp8_e4m3": "f8_e4m3", "fp8_e5m2": "f8_e5m2", "int8": "i8"}
 MAX_KV_DEFAULT = 4 * 2**30  # bytes; more must be asked for, so that a laptop keeps its memory
 Progress = Callable[[str, int, int | None], None]
 
@@ -129,6 +130,17 @@ def compute_dtype(config: Config, manifest: Manifest) -> str:
     return dtype
 
 
+def choose_kv_dtype(config: Config, manifest: Manifest, dtype: str) -> str:
+    """The neck's name of the dtype of K and V: that of the computation where the platform keeps them in it, else its
+    default, unless the user chose."""
+    asked = config.cache.kv_cache_dtype
+    if asked == "auto":
+        return dtype if dtype in manifest.kv_dtypes else manifest.kv_dtypes[0]
+    if KV_DTYPES[asked] not in manifest.kv_dtypes:
+        raise ConfigError(f"--kv-cache-dtype {asked}: {manifest.name} keeps K and V in {', '.join(manifest.kv_dtypes)}")
+    return KV_DTYPES[asked]
+
+
 def choose_page_size(config: Config, manifest: Manifest) -> int:
     """Tokens in a page: the platform's default unless the user chose one that it offers."""
     size = config.cache.page_size or manifest.page_sizes[0]
@@ -155,8 +167,7 @@ def fit_memory(config: Config, manifest: Manifest, model: ModelConfig, dtype: st
     if manifest.buckets:
         running = min(running, manifest.buckets.rows[-1])
         chunk = max(1, min(chunk, manifest.buckets.tokens[-1] - running))
-    kv_dtype = dtype if dtype in manifest.kv_dtypes else manifest.kv_dtypes[0]
-    state = StateSpec(model.state_layers, kv_dtype, page_size, running + 1)
+    state = StateSpec(model.state_layers, choose_kv_dtype(config, manifest, dtype), page_size, running + 1)
     limit = config.model.max_model_len or model.max_position
     if limit > model.max_position:
         raise ConfigError(f"--max-model-len {limit}: {model.name} was made for "

@@ -262,8 +262,10 @@ def test_suggestions_need_some_likeness():
 
 
 @pytest.mark.parametrize("word, canonical", [("bf16", "bfloat16"), ("BF16", "bfloat16"), ("f32", "float32"),
-                                             ("fp32", "float32"), ("float32", "float32"), ("bfloat16", "bfloat16")])
+                                             ("fp32", "float32"), ("float32", "float32"), ("bfloat16", "bfloat16"),
+                                             ("fp16", "float16"), ("f16", "float16")])
 def test_other_words_for_a_dtype_are_taken_and_shown_as_the_one(word, canonical):
     resolved = resolve({"dtype": word}, {})
     assert resolved.config.model.dtype == canonical == shown(resolved.config, list_settings()["dtype"])
     assert resolve({}, {"ISTHMUS_DTYPE": word}).config.model.dtype == canonical
+    assert resolve({"kv_cache_dtype": word}, {}).config.cache.kv_cache_dtype == canonical

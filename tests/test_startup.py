@@ -7,7 +7,8 @@ import pytest
 from isthmus.core.config import CacheSettings, Config, ModelSettings, SchedulerSettings
 from isthmus.core.errors import ConfigError
 from isthmus.core.platform import Buckets, LayerState, Manifest
-from isthmus.core.startup import compute_dtype, fit_memory, platform_options
+from isthmus.core.specs import KV_FORMATS, StateSpec
+from isthmus.core.startup import KV_DTYPES, compute_dtype, fit_memory, platform_options
 
 MIB = 2**20
 MODEL = SimpleNamespace(name="tiny", max_position=4096, state_layers=(LayerState(4, 64),) * 2)
@@ -22,7 +23,7 @@ def manifest(**changes) -> Manifest:
 
 
 def fit(free: int, platform: Manifest | None = None, **settings):
-    names = {"kv_cache_memory": CacheSettings, "max_model_len": ModelSettings,
+    names = {"kv_cache_memory": CacheSettings, "kv_cache_dtype": CacheSettings, "max_model_len": ModelSettings,
              "max_running_requests": SchedulerSettings}
     groups: dict[type, dict] = {}
     for name, value in settings.items():
@@ -65,6 +66,27 @@ def test_a_context_that_does_not_fit_is_cut_and_said_so():
 def test_what_cannot_fit_is_refused_with_the_numbers(free, settings, message):
     with pytest.raises(ConfigError, match=message):
         fit(free, **settings)
+
+
+@pytest.mark.parametrize("dtype, width, vector", [("f64", 8, 0), ("f32", 4, 0), ("bf16", 2, 0), ("f16", 2, 0),
+                                                  ("f8_e4m3", 1, 0), ("f8_e5m2", 1, 0), ("i8", 1, 4)])
+def test_bytes_of_a_page_by_the_dtype_of_k_and_v(dtype, width, vector):
+    """i8 has a float32 scale for each head's vector."""
+    layers = (LayerState(4, 64), LayerState(2, 128))
+    values, vectors = 2 * 16 * (4 * 64 + 2 * 128), 2 * 16 * (4 + 2)
+    assert StateSpec(layers, dtype, 16, 2).page_bytes() == values * width + vectors * vector
+    assert set(KV_FORMATS) == set(KV_DTYPES.values())
+
+
+def test_the_dtype_of_k_and_v_is_one_of_the_platforms():
+    several = manifest(kv_dtypes=("bf16", "f32", "f8_e4m3", "i8"))
+    for asked, got in (("auto", "bf16"), ("float32", "f32"), ("fp8_e4m3", "f8_e4m3"), ("int8", "i8")):
+        sizes, _ = fit(400 * MIB, several, kv_cache_dtype=asked)
+        assert sizes.state.dtype == got
+    assert sizes.pages == 100 * MIB // (2 * 2 * 4 * (64 + 4) * 16)
+    with pytest.raises(ConfigError, match="--kv-cache-dtype fp8_e5m2: acme keeps K and V in bf16, f32, f8_e4m3, i8"):
+        fit(400 * MIB, several, kv_cache_dtype="fp8_e5m2")
+    assert fit(400 * MIB, manifest(kv_dtypes=("f32", "i8")))[0].state.dtype == "f32", "bf16 is not kept"
 
 
 def test_limits_keep_inside_the_buckets():
