@@ -34,8 +34,9 @@ class Ops:
         cos, sin = (self.trace.feed(
             (turn, spec), (-1, 1, half), np.float32, lambda state, arrays, turn=turn: spec.scale * turn(
                 arrays["positions"][:, None, None] * np.array(spec.inv_freq))) for turn in (np.cos, np.sin))
-        first, second = x[:, :, :half], x[:, :, half:]
-        return Tensor(opset.concat([(first * cos - second * sin).node, (second * cos + first * sin).node], -1))
+        first, second, rest = x[:, :, :half], x[:, :, half:2 * half], x[:, :, 2 * half:]
+        turned = [(first * cos - second * sin).node, (second * cos + first * sin).node]
+        return Tensor(opset.concat(turned + [rest.node] * (2 * half < x.shape[-1]), -1))
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, layer: int, spec: AttentionSpec) -> Tensor:
         return paged_attention(self.trace, q, k, v, layer, spec)
@@ -43,8 +44,9 @@ class Ops:
     def act_mul(self, gate: Tensor, up: Tensor, kind: str) -> Tensor:
         return act_mul(gate, up, kind)
 
-    def moe(self, x: Tensor, router_logits: Tensor, w13: np.ndarray, w2: np.ndarray, spec: MoESpec) -> Tensor:
-        return moe(x, router_logits, w13, w2, spec)
+    def moe(self, x: Tensor, router_logits: Tensor, w13: np.ndarray, w2: np.ndarray, spec: MoESpec,
+            bias: np.ndarray | None = None) -> Tensor:
+        return moe(x, router_logits, w13, w2, spec, bias)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return x

@@ -5,19 +5,10 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import isthmus.core.platform as neck
 import numpy as np
 import openvino
 import psutil
-from isthmus.core.platform import (
-    Batch,
-    Bucket,
-    Manifest,
-    RawTensor,
-    StateSpec,
-    Step,
-    Unavailable,
-    WeightSpec,
-)
 from isthmus.platforms.options import check_options
 
 from .graph import Launched, Trace
@@ -26,7 +17,7 @@ from .ops import Ops
 from .quant import load_weight
 
 FEATURES = frozenset({"sliding_window", "softcap", "logprobs", "penalties", "logit_bias", "grammar_mask", "moe",
-                      "overlap", "export_pages"})
+                      "expert_groups", "partial_rope", "overlap", "export_pages"})
 
 
 class Platform:
@@ -38,18 +29,18 @@ class Platform:
         check_options("openvino", options, ("threads",))
         threads = options.get("threads", "0")
         if not threads.isdecimal():
-            raise Unavailable(f"threads={threads!r} is no number of threads; 0 leaves the choice to OpenVINO")
+            raise neck.Unavailable(f"threads={threads!r} is no number of threads; 0 leaves the choice to OpenVINO")
         self.settings = {"INFERENCE_PRECISION_HINT": "f32", "PERFORMANCE_HINT": "LATENCY",
                          "DYNAMIC_QUANTIZATION_GROUP_SIZE": "0", "INFERENCE_NUM_THREADS": threads}
         self.traces = 0
 
-    def probe(self, rank: int = 0, world: int = 1) -> Manifest:
+    def probe(self, rank: int = 0, world: int = 1) -> neck.Manifest:
         if world != 1:
-            raise Unavailable(f"openvino runs in a single process; {world} ranks were asked for")
+            raise neck.Unavailable(f"openvino runs in a single process; {world} ranks were asked for")
         self.core = openvino.Core()
         self.worker = ThreadPoolExecutor(1, "openvino")
         total, free = self.memory()
-        return Manifest(
+        return neck.Manifest(
             name="openvino", device=self.core.get_property("CPU", "FULL_DEVICE_NAME"), interface=self.interface_version,
             compute_dtypes=("f32",), kv_dtypes=("f32",), formats=(), page_sizes=(16, 1, 4, 8, 32, 64, 128),
             buckets=None, memory_total=total, memory_free=free, features=FEATURES, determinism="T2",
@@ -62,25 +53,26 @@ class Platform:
             return f"dtype {case['dtype']}: only f32 is computed"
         return None
 
-    def load(self, raws: Sequence[RawTensor], spec: WeightSpec, dtype: str) -> np.ndarray:
+    def load(self, raws: Sequence[neck.RawTensor], spec: neck.WeightSpec, dtype: str) -> np.ndarray:
         return load_weight(raws, spec)
 
     def describe(self, weight: np.ndarray) -> str:
         return "f32"
 
-    def alloc(self, spec: StateSpec, pages: int) -> State:
+    def alloc(self, spec: neck.StateSpec, pages: int) -> State:
         shapes = [(pages * spec.page_size, layer.kv_heads, layer.head_dim) for layer in spec.layers]
         layers = [(np.zeros(shape, np.float32), np.zeros(shape, np.float32)) for shape in shapes]
         return State(spec, layers, np.zeros(spec.seqs, np.int32))
 
-    def compile(self, forward: Callable[[Ops, Any, Batch], Any], weights: Any, bucket: Bucket | None) -> Step:
+    def compile(self, forward: Callable[[Ops, Any, neck.Batch], Any], weights: Any,
+                bucket: neck.Bucket | None) -> neck.Step:
         def build() -> Trace:
             self.traces += 1
             ops = Ops()
             return ops.trace.compile(forward(ops, weights, ops.batch), self.core, self.settings)
         trace = self.worker.submit(build)
 
-        def step(state: State, batch: Batch) -> tuple[Launched, State]:
+        def step(state: State, batch: neck.Batch) -> tuple[Launched, State]:
             return Launched(self.worker.submit(lambda: trace.result().run(state, batch))), state
         return step
 
@@ -95,8 +87,7 @@ class Platform:
 
     def memory(self) -> tuple[int, int]:
         """Bytes of the machine: total, and free for use without swapping."""
-        now = psutil.virtual_memory()
-        return now.total, now.available
+        return psutil.virtual_memory()[:2]
 
     def close(self) -> None:
         self.worker.shutdown()

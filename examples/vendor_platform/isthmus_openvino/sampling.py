@@ -49,8 +49,6 @@ def choose(logits: np.ndarray, sampling: Sampling) -> np.ndarray:
     if sampling.temperature is None:
         return tokens
     rows = np.flatnonzero((sampling.temperature > 0) & np.isfinite(logits.max(-1)))
-    if not len(rows):
-        return tokens
 
     def column(values: np.ndarray | None, off: float) -> np.ndarray:
         return np.full((len(rows), 1), off) if values is None else values[rows, None].astype(np.float64)
