@@ -71,13 +71,13 @@ class CacheSettings:
     page_size: int | None = setting(None, "tokens in a page; the platform's default unless set", least=1)
     kv_cache_memory: str | None = setting(None, "memory for K and V, such as 4GiB, prefix cache included; by default a "
                                           "share of free memory, at most what running requests can use", unit="bytes")
+    prefix_cache: bool = setting(True, "reuse K and V of prompts that share a prefix")
+    eviction_policy: str = setting("lru", "which cached pages go first when memory is short",
+                                   choices=_eviction_policies)
     kv_cache_dtype: str = setting("auto", "dtype of K and V; by default the compute dtype, or the platform's own",
                                   choices=("auto", "float32", "bfloat16", "float16", "fp8_e4m3", "fp8_e5m2", "int8"),
                                   aliases={"bf16": "bfloat16", "f32": "float32", "fp32": "float32", "f16": "float16",
                                            "fp16": "float16", "fp8": "fp8_e4m3", "i8": "int8"})
-    prefix_cache: bool = setting(True, "reuse K and V of prompts that share a prefix")
-    eviction_policy: str = setting("lru", "which cached pages go first when memory is short",
-                                   choices=_eviction_policies)
 
 
 @dataclass(frozen=True)
