@@ -100,7 +100,8 @@ def load_whole("""
 
 OPS = [
     op("the rotary base is another", "rope", "ops", "np.array(spec.inv_freq)", "np.array(spec.inv_freq) ** 1.01"),
-    op("neighbours rotate instead of halves", "rope", "ops", "np.split(x, 2, axis=-1)", "(x[..., ::2], x[..., 1::2])"),
+    op("neighbours rotate instead of halves", "rope", "ops", "np.split(x, [half, 2 * half], axis=-1)",
+       "(x[..., :2 * half:2], x[..., 1:2 * half:2], x[..., 2 * half:])"),
     op("the rotary factor is ignored", "rope", "ops", "spec.scale * np.cos(angles), spec.scale * np.sin(angles)",
        "np.cos(angles), np.sin(angles)"),
     op("positions start at one", "rope", "ops", "self.batch.positions[:, None, None]",
@@ -300,4 +301,41 @@ HALVES = [
          law="state"),
 ]
 
-ALL = [*OPS, *CLAIMS, *STATE, *OTHERS, *HALVES]
+# The reference with every dtype of K and V, done right.
+KEPT = (
+    ("attention", "    v: np.ndarray\n\n", "    v: np.ndarray\n    dtype: str\n\n"),
+    ("attention", "self.k[pages, offsets] = k", "self.k[pages, offsets] = kept(k, self.dtype)"),
+    ("attention", "self.v[pages, offsets] = v", "self.v[pages, offsets] = kept(v, self.dtype)"),
+    ("attention", "import numpy as np\n", "import numpy as np\nfrom isthmus.conformance.kept import kept\n"),
+    ("platform", "if spec.dtype not in DTYPES:", "if False:"),
+    ("platform", '(np.zeros(shape, DTYPES[spec.dtype]) for _ in "kv"))',
+     '(np.zeros(shape) for _ in "kv"), spec.dtype)'),
+    ("platform", "kv_dtypes=tuple(DTYPES)", 'kv_dtypes=("f64", "f32", "f16", "bf16", "f8_e4m3", "f8_e5m2", "i8")'),
+    ("platform", "len(pages) * state.spec.page_bytes()",
+     "len(pages) * sum(cache.k[0].nbytes + cache.v[0].nbytes for cache in state.layers)"))
+KEPT_V = "self.v[pages, offsets] = kept(v, self.dtype)"
+
+
+def kept(name: str, only: str, old: str, new: str, file: str = "attention", law: str = "ops") -> Mutant:
+    """A mutant of a platform with every dtype of K and V, looked for in a computation in f32."""
+    return Mutant(name, law, (f"{only},f32]",), (*KEPT, (file, old, new)))
+
+
+KEEPERS = [
+    kept("an exponent bit for one of the fraction", "attention[kv_f8_e4m3,gqa*", KEPT_V,
+         'self.v[pages, offsets] = kept(v, "f8_e5m2")'),
+    kept("what is beyond the range is no number", "attention[kv_f8_e4m3,beyond_range*", KEPT_V,
+         "self.v[pages, offsets] = np.where(np.abs(v) > 464, np.nan, kept(v, self.dtype))"),
+    kept("one scale for all vectors", "attention[kv_i8,*", KEPT_V, "self.v[pages, offsets] = np.rint(v * 16) / 16"),
+    kept("codes are cut off", "attention[kv_f8_e5m2,gqa*", KEPT_V,
+         "left = kept(v, self.dtype)\n        self.v[pages, offsets] = np.where(abs(left) > abs(v), "
+         "kept(left - 0.1 * left, self.dtype), left)"),
+    kept("scales stay where they were", "attention[kv_i8,copied_pages*", "part[list(dst)] = part[list(src)]",
+         "scale = np.abs(part[list(dst)]).max(-1, keepdims=True) / np.abs(part[list(src)]).max(-1, keepdims=True)\n"
+         "                part[list(dst)] = part[list(src)] * scale", "platform"),
+    kept("4 bits of 8", "model[llama,kv_i8", KEPT_V, "self.v[pages, offsets] = np.rint(v * 4) / 4", law="model"),
+    kept("K and V in bf16 whatever is asked", "model[llama,kv_f16", KEPT_V,
+         'self.v[pages, offsets] = kept(v, "bf16")', law="model"),
+]
+
+ALL = [*OPS, *CLAIMS, *STATE, *OTHERS, *HALVES, *KEEPERS]

@@ -30,7 +30,9 @@ from isthmus.conformance import (
     run_suite,
 )
 from isthmus.conformance.compare import check_values
-from isthmus.conformance.formats import BLOCKS, decode, quantized
+from isthmus.conformance.formats import BLOCKS, decode, quantized, rounding
+from isthmus.conformance.kept import BITS, kept
+from isthmus.conformance.opcase import NMSE
 from isthmus.core import discovery
 from isthmus.core.cli.main import main
 from isthmus.core.platform import FEATURES, Unavailable, Unsupported
@@ -88,6 +90,38 @@ def test_affine_codes_are_packed_as_by_mlx(bits: int) -> None:
     codes = np.rint((values - bias) / scale).astype(np.int64)
     np.testing.assert_array_equal(raw.data, pack_codes(codes, bits).view(np.uint8).reshape(-1))
     assert codes.max() == 2 ** bits - 1 and codes.min() == 0
+
+
+@pytest.mark.parametrize("name", ["f8_e4m3", "f8_e5m2"])
+def test_8_bit_floats_are_rounded_as_by_torch(name: str) -> None:
+    """Torch gives NaN or infinity beyond the range, where a cache keeps the largest value."""
+    torch = pytest.importorskip("torch")
+    kind = {"f8_e4m3": torch.float8_e4m3fn, "f8_e5m2": torch.float8_e5m2}[name]
+    rng = np.random.default_rng(3)
+    values = np.concatenate([rng.normal(size=4000) * 10.0 ** rng.uniform(-8, 2, 4000), [0, 448, -440, 2.0 ** -9]])
+    values = values.clip(-448, 448).astype(np.float32).astype(np.float64)
+    want = torch.tensor(values, dtype=torch.float32).to(kind).to(torch.float64).numpy()
+    np.testing.assert_array_equal(kept(values, name), want)
+    largest = torch.finfo(kind).max
+    np.testing.assert_array_equal(kept(np.array([1e6, -1e6, np.inf]), name), [largest, -largest, largest])
+
+
+def test_codes_of_i8_have_a_scale_for_each_vector() -> None:
+    values = np.random.default_rng(4).normal(size=(5, 2, 32)) * 10.0 ** np.arange(-2, 3)[:, None, None]
+    values[1, 1] = 0
+    left, step = kept(values, "i8"), np.abs(values).max(-1, keepdims=True) / 127
+    assert (np.abs(left - values) <= step * 0.5001).all() and (left[1, 1] == 0).all()
+    assert all(len(np.unique(vector)) <= 32 for vector in left.reshape(-1, 32))
+    np.testing.assert_allclose(left / np.where(step, step, 1), np.rint(left / np.where(step, step, 1)), atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [dtype for dtype in BITS if dtype not in ("f64", "i8")])
+def test_limits_follow_from_the_significand(dtype: str) -> None:
+    """One rounding of normal values makes between a fifth and a tenth of what K and V in the dtype may be off by."""
+    values = np.random.default_rng(5).normal(size=100_000)
+    error = np.square(kept(values, dtype) - values).sum() / np.square(values).sum()
+    limit = rounding(NMSE["bf16"] / 8, BITS[dtype])
+    assert limit / 10 < error < limit / 4, (error, limit)
 
 
 def test_another_seed_makes_other_inputs_and_the_same_seed_the_same() -> None:

@@ -5,7 +5,18 @@ import numpy as np
 import pytest
 from isthmus.conformance import Ledger, Outcome, run_suite
 
-from .platform_mutants import ALL, HALF, HALVES, Mutant
+from .platform_mutants import (
+    ALL,
+    CLAIMS,
+    HALF,
+    HALVES,
+    KEEPERS,
+    KEPT,
+    OPS,
+    OTHERS,
+    STATE,
+    Mutant,
+)
 
 COST = 25  # seconds
 FAILED = (Outcome.WRONG, Outcome.ERROR)
@@ -29,10 +40,10 @@ def test_mutant_is_caught(mutant: Mutant, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("edits", [(), HALF], ids=["as it is", "in f16 too"])
-def test_the_copy_itself_is_whole(edits, tmp_path):
+@pytest.mark.parametrize("mutants, edits", [([*OPS, *CLAIMS, *STATE, *OTHERS], ()), (HALVES, HALF), (KEEPERS, KEPT)],
+                         ids=["as it is", "in f16 too", "every dtype of K and V"])
+def test_the_copy_itself_is_whole(mutants, edits, tmp_path):
     """What catches the mutants lets the unbroken copy pass, and every case that is named is run."""
-    mutants = [mutant for mutant in ALL if (mutant in HALVES) == bool(edits)]
     only = sorted({pattern for mutant in mutants for pattern in mutant.only})
     report = run_suite(Mutant("none", "", (), edits).load(tmp_path), only=only, ledger=Ledger())
     assert not [r for r in report.results if r.outcome not in (Outcome.PASSED, Outcome.UNSUPPORTED)]

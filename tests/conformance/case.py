@@ -38,12 +38,13 @@ class Wrong(AssertionError):
 class Needs:
     """Capabilities.
 
-    dtype: that is computed in, or `ANY`.  kv: is it K and V's too?  features: words of `core.platform.FEATURES`.
+    dtype: that is computed in, or `ANY`.  kv: of K and V, "" where they do not matter.
+    features: words of `core.platform.FEATURES`.
     asks:  ops as `Platform.supports(op, **case)` is asked.  page_size: tokens in a page.  buckets: of static sizes.
     """
 
     dtype: str
-    kv: bool = False
+    kv: str = ""
     features: tuple[str, ...] = ()
     asks: tuple[tuple[str, Mapping[str, Any]], ...] = ()
     page_size: int | None = None
@@ -52,7 +53,7 @@ class Needs:
 
     def words(self) -> tuple[str, ...]:
         """The same in words, for lists and the choice of tests."""
-        extra = [f"kv {self.dtype}"] * self.kv + [f"pages of {self.page_size}"] * (self.page_size is not None)
+        extra = [f"kv {self.kv}"] * bool(self.kv) + [f"pages of {self.page_size}"] * (self.page_size is not None)
         extra += ["buckets"] * self.buckets + [f"{self.ranks} ranks"] * (self.ranks > 1)
         return (self.dtype, *self.features, *extra)
 
@@ -60,8 +61,8 @@ class Needs:
         """The reason why the platform does not claim this, or None. Ranks are found out by the case itself."""
         if self.dtype not in (ANY, *manifest.compute_dtypes):
             return f"{self.dtype} is not computed"
-        if self.kv and self.dtype not in manifest.kv_dtypes:
-            return f"K and V are not kept in {self.dtype}"
+        if self.kv and self.kv not in manifest.kv_dtypes:
+            return f"K and V are not kept in {self.kv}"
         if self.page_size is not None and self.page_size not in manifest.page_sizes:
             return f"pages of {self.page_size} tokens are not offered"
         if self.buckets and manifest.buckets is None:

@@ -5,12 +5,17 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from ..core.specs import KV_FORMATS
 from .case import Case, Context, Needs, Wrong
+from .compare import check_values
 from .driver import Driver, Model
+from .formats import rounding
+from .kept import BITS
 from .opcase import DTYPES
 from .oracle import LOGITS_NMSE, check_greedy, check_logits, placed, right, text
 from .tiny import KINDS, MODEL_FEATURES, in_dtypes
 
+KV_KIND = "llama"
 Check = Callable[[Context, str, str], None]  # (context, kind, dtype)
 
 
@@ -140,6 +145,24 @@ def determinism(context: Context, kind: str, dtype: str) -> None:
                         f"{np.abs(got[at] - first[at]).max():.1e}", index=(at,))
 
 
+def kept_in(kv: str) -> Check:
+    """Chunks and decodes of two sequences on K and V of another dtype than is computed in."""
+    def check(context: Context, kind: str, dtype: str) -> None:
+        model = placed(context, kind, dtype)
+        driver, size = Driver(model, kv_dtype=kv), length(model)
+        texts = {seq: text(size, context.seed, f"{kind} {seq}") for seq in (1, 2)}
+        parts = [driver.logits(*((seq, tokens[start:stop]) for seq, tokens in texts.items()))
+                 for start, stop in ((0, 20), (20, 21), (21, size))]
+        for tokens, *got in zip(texts.values(), *parts, strict=True):
+            check_values(np.concatenate(got), right(context, kind, tokens), kv_logits_nmse(dtype, kv), "logits")
+    return check
+
+
+def kv_logits_nmse(dtype: str, kv: str) -> float:
+    """K and V alone are rounded to the dtype, of all that a model in bf16 rounds to bf16."""
+    return max(LOGITS_NMSE[dtype], rounding(LOGITS_NMSE["bf16"] / 32, BITS[kv]))
+
+
 CHECKS: dict[str, tuple[Check, tuple[str, ...]]] = {
     "whole": (whole, ()), "chunks_of_3": (chunked(3), ()), "chunks_of_16": (chunked(16), ()), "batched": (batched, ()),
     "prefix_hit": (prefix, ()), "copied_pages": (moved(False), ()), "exported_pages": (moved(True), ("export_pages",)),
@@ -154,3 +177,9 @@ def cases() -> Iterator[Case]:
                 yield Case(f"model[{kind},{name},{dtype}]", "model", kind, needs,
                            lambda context, check=check, kind=kind, dtype=dtype: check(context, kind, dtype),
                            LOGITS_NMSE[dtype])
+    for dtype in DTYPES:
+        for kv in KV_FORMATS:
+            if kv != dtype:
+                yield Case(f"model[{KV_KIND},kv_{kv},{dtype}]", "model", KV_KIND, Needs(dtype, kv),
+                           lambda context, kv=kv, dtype=dtype: kept_in(kv)(context, KV_KIND, dtype),
+                           kv_logits_nmse(dtype, kv))

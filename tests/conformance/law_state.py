@@ -150,5 +150,5 @@ def cases() -> Iterator[Case]:
         slots = OpCase(f"state[slots_rest,{dtype}]", "sample", dtype, lambda seed, dtype=dtype: rested_run(dtype, seed))
         yield as_case(slots, "state", "slots")
         yield two_states(slots, "slots")
-        yield Case(f"state[import_of_wrong_size,{dtype}]", "state", "pages", Needs(dtype, True, ("export_pages",)),
+        yield Case(f"state[import_of_wrong_size,{dtype}]", "state", "pages", Needs(dtype, dtype, ("export_pages",)),
                    lambda context, dtype=dtype: wrong_size(context, dtype))

@@ -53,6 +53,7 @@ class Run:
 @dataclass(frozen=True)
 class OpCase:
     """id: for people and ledgers. asks: what `Platform.supports(op, **asks)` is asked. nmse: tolerance of values.
+    kv: dtype of K and V where it is another than is computed in.
     build(seed): the case with the inputs of that seed."""
 
     id: str
@@ -63,6 +64,7 @@ class OpCase:
     features: tuple[str, ...] = ()
     nmse: float = 0.0
     page_size: int | None = None
+    kv: str = ""
 
     def __str__(self) -> str:
         return self.id

@@ -15,7 +15,9 @@ import numpy as np
 
 from ..core.plan import Batch, Sampling
 from ..core.platform import AttentionSpec, LayerState, StateSpec
+from ..core.specs import KV_FORMATS
 from .case import random_source
+from .kept import SMALL, kept, kv_nmse
 from .opcase import NMSE, QUANTIZED_NMSE, Entry, OpCase, Run, Step, normal, table
 
 LAYERS = 2
@@ -28,6 +30,8 @@ class Shape:
     dim: int
     page_size: int
     scale: float = 1.0  # of the queries
+    kv: str = ""        # dtype of K and V where it is another than the computation's
+    size: float = 1.0   # of K and V
 
 
 def growth(page: int) -> dict[int, tuple[int, int, int]]:
@@ -131,12 +135,13 @@ def build(shape: Shape, specs: list[AttentionSpec], dtype: str, padding: tuple[i
         batch = launch_batch(new, before, pages, page, *(padding if launch == 1 else (0, 0)))
         count, real = len(batch.tokens), sum(new.values())
         q = normal(rng, (count, shape.heads, shape.dim), dtype, shape.scale)
-        k, v = (normal(rng, (count, shape.kv_heads, shape.dim), dtype) for _ in "kv")
+        k, v = (normal(rng, (count, shape.kv_heads, shape.dim), dtype, shape.size).clip(-6e4, 6e4) for _ in "kv")
+        left_k, left_v = (kept(part, shape.kv or dtype) for part in (k, v))
         expected = np.zeros((real, shape.heads, shape.dim))
         for token in range(real):
             seq = int(batch.seqs[batch.rows[token]])
-            keys[seq] = np.concatenate([keys[seq], k[token:token + 1]])
-            values[seq] = np.concatenate([values[seq], v[token:token + 1]])
+            keys[seq] = np.concatenate([keys[seq], left_k[token:token + 1]])
+            values[seq] = np.concatenate([values[seq], left_v[token:token + 1]])
             expected[token] = (attended(q[token], keys[seq], values[seq], specs[0])
                                - attended(q[token], values[seq], keys[seq], specs[1]))
         if poison:
@@ -144,7 +149,8 @@ def build(shape: Shape, specs: list[AttentionSpec], dtype: str, padding: tuple[i
         steps.append(Step(forward, inputs.add(batch, q, k, v), expected, real, hook))
         before = {seq: before[seq] + new[seq] for seq in plan}
     layers = (LayerState(shape.kv_heads, shape.dim),) * LAYERS
-    return Run(inputs.weights(), steps, StateSpec(layers, dtype, page, len(plan) + 1), 2 * total if move else total)
+    spec = StateSpec(layers, shape.kv or dtype, page, len(plan) + 1)
+    return Run(inputs.weights(), steps, spec, 2 * total if move else total)
 
 
 def case(name: str, shape: Shape, dtype: str, window: int | None = None, softcap: float | None = None,
@@ -158,7 +164,7 @@ def case(name: str, shape: Shape, dtype: str, window: int | None = None, softcap
             "window": window, "softcap": softcap, "dtype": dtype}
     return OpCase(f"attention[{name},{shape.heads}/{shape.kv_heads}x{shape.dim},page{shape.page_size},{dtype}]",
                   "attention", dtype, lambda seed: build(shape, specs, dtype, padding, poison, move, seed), asks,
-                  features + more.get("features", ()), NMSE[dtype] if nmse is None else nmse, shape.page_size)
+                  features + more.get("features", ()), NMSE[dtype] if nmse is None else nmse, shape.page_size, shape.kv)
 
 
 def copied(pages: dict[int, list[int]], total: int) -> tuple[Any, dict[int, list[int]]]:
@@ -204,3 +210,18 @@ def attention_cases(dtype: str) -> Iterator[OpCase]:
                    nmse=QUANTIZED_NMSE[dtype] if dtype == "f16" else None)
     if dtype == "f16":  # products beyond its 65504, scores as everywhere
         yield case("large_products", Shape(4, 2, 32, 16, scale=4000.0), dtype, factor=1 / 4000)
+    for kv in KV_FORMATS:
+        if kv != dtype:
+            yield from kv_cases(dtype, kv)
+
+
+def kv_cases(dtype: str, kv: str) -> Iterator[OpCase]:
+    """K and V kept in another dtype than is computed in. beyond_range: values larger than it holds, small scores."""
+    nmse = kv_nmse(dtype, kv)
+    yield case(f"kv_{kv},gqa", Shape(6, 2, 32, 16, kv=kv), dtype, nmse=nmse)
+    yield case(f"kv_{kv},copied_pages", Shape(4, 2, 32, 16, kv=kv), dtype, move=copied, nmse=nmse)
+    yield case(f"kv_{kv},exported_pages", Shape(4, 2, 32, 4, kv=kv), dtype, move=exported, nmse=nmse,
+               features=("export_pages",))
+    if kv in SMALL:
+        size = SMALL[kv][2] / 3
+        yield case(f"kv_{kv},beyond_range", Shape(4, 2, 32, 16, kv=kv, size=size), dtype, factor=1 / size, nmse=nmse)

@@ -176,6 +176,6 @@ def as_case(case: OpCase, law: str = "ops", subject: str = "") -> Case:
         check_case(context.platform, case, context.seed, context.manifest)
     # Formats are not asked for: what has no kernel is expanded by `load`, and must be right too.
     asks = {name: value for name, value in case.asks.items() if name != "format"}
-    needs = Needs(case.dtype, case.op == "attention", case.features,
+    needs = Needs(case.dtype, (case.kv or case.dtype) if case.op == "attention" else "", case.features,
                   ((case.op, asks),) if case.op in ASKED or "rotated" in asks else (), case.page_size)
     return Case(case.id, law, subject or case.op, needs, check, case.nmse)
