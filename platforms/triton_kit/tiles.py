@@ -1,0 +1,88 @@
+"""Tile sizes of the attention kernels, by device family and shape. A platform may pass its own `Tile` instead.
+
+Families are the architecture names of the compilers: "sm_80" ... "sm_120", "gfx90a" ... "gfx1201". A tile is bound by
+the shared memory of K and V in flight (64 KB on AMD but gfx950, 99 KB on sm_86, sm_89 and sm_120) and by the registers
+of the accumulator (rows x head_dim float32). A page's number is loaded before its K and V, so Triton's pipeline needs
+5 stages on NVIDIA to have two blocks of K and V in flight; with 4 it has one, and waits for it.
+"""
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+
+DOUBLE = 5  # stages of a pipeline with two blocks in flight behind the page table
+
+
+class Tile(NamedTuple):
+    """rows: query heads x tokens in a program.  keys: tokens of K and V in one iteration.  warps, stages: Triton's."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+    @property
+    def label(self) -> str:
+        return f"{self.rows}x{self.keys} w{self.warps} s{self.stages}"
+
+
+def packed_rows(group: int, queries: int, most: int) -> int:
+    """Rows of a tile for `queries` tokens times `group` query heads of one KV head: 16 (the least a dot takes) to
+    `most`."""
+    return min(max(16, triton.next_power_of_2(group * queries)), most)
+
+
+def is_amd(family: str) -> bool:
+    return family.startswith("gfx")
+
+
+def shared_budget(family: str) -> int:
+    """Bytes of shared memory (LDS) that K and V of one program may fill, so that two programs fit a multiprocessor."""
+    if is_amd(family):
+        return 32 * 1024
+    return 64 * 1024 if family in ("sm_80", "sm_87", "sm_90", "sm_100", "sm_103") else 40 * 1024
+
+
+def fitting_keys(family: str, keys: int, width: int, element_bytes: int) -> int:
+    """`keys` halved until the blocks of K and V in flight fit the budget; 16 at least."""
+    blocks = 2 if is_amd(family) else 4
+    while keys > 16 and blocks * keys * width * element_bytes > shared_budget(family):
+        keys //= 2
+    return keys
+
+
+def decode_tile(family: str, group: int, queries: int, head_dim: int, element_bytes: int) -> Tile:
+    """Tile for one to a few query tokens a row: bound by memory, so many bytes in flight and few rows.
+
+    element_bytes: of stored K and V.
+    """
+    width = max(16, triton.next_power_of_2(head_dim))
+    rows = packed_rows(group, queries, 64 if width <= 128 else 32)
+    keys = fitting_keys(family, 32 if element_bytes == 4 else 64, width, max(2, element_bytes))
+    return Tile(rows, keys, 4 if rows * width <= 32 * 128 else 8, 2 if is_amd(family) else DOUBLE)
+
+
+def ragged_tile(family: str, head_dim: int, element_bytes: int) -> Tile:
+    """Tile for prompts: bound by arithmetic, so as many rows as the accumulator's registers allow.
+
+    element_bytes: of q, in whose type the products are made.
+    """
+    width = max(16, triton.next_power_of_2(head_dim))
+    if element_bytes == 4:
+        return Tile(32 if width <= 128 else 16, 16, 4, 2)
+    if family.startswith("gfx1"):  # 32 lanes: half the registers of a wave of 64, and operands held twice
+        return Tile(64 if width <= 128 else 32, 32, 4 if width <= 64 else 8, 2)
+    rows = 128 if width <= 128 else 64
+    if is_amd(family):
+        return Tile(rows, 64 if width <= 128 else 32, 4, 2)
+    large = family in ("sm_80", "sm_87", "sm_90", "sm_100", "sm_103")
+    keys = (64 if large else 32) if width <= 128 else 32
+    return Tile(rows, keys, 8, DOUBLE)
+
+
+def latent_tile(family: str, heads: int, element_bytes: int) -> Tile:
+    """Tile for MLA: the accumulator is rows x 512, and K and V are the same 576 numbers a token."""
+    rows = packed_rows(heads, 1, 16 if is_amd(family) or element_bytes == 4 else 32)
+    keys = 16 if is_amd(family) or element_bytes == 4 or shared_budget(family) < 64 * 1024 else 32
+    return Tile(rows, keys, 4 if rows == 16 else 8, 1 if is_amd(family) else DOUBLE)
