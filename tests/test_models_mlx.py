@@ -124,11 +124,17 @@ def test_quantization_must_be_a_mapping(tmp_path):
 SIZES = dict(hidden_size=64, num_hidden_layers=2, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2,
              rms_norm_eps=1e-6, vocab_size=131, rope_theta=1e4, max_position_embeddings=256, tie_word_embeddings=False)
 SPARSE = dict(num_experts=6, num_experts_per_tok=2, decoder_sparse_step=1, moe_intermediate_size=64)
+# One group: of several, mlx_lm counts the experts outside the best with 0, which a negative bias makes a good score.
+DEEPSEEK = dict(n_routed_experts=6, num_experts_per_tok=2, moe_intermediate_size=64, n_shared_experts=2, n_group=1,
+                topk_group=1, first_k_dense_replace=1, norm_topk_prob=True, routed_scaling_factor=1.5,
+                attention_bias=True, rope_scaling=None)
 MODELS = {
     "llama": SIZES | dict(head_dim=16, tie_word_embeddings=True),
     "mixtral": SIZES | dict(num_local_experts=4, num_experts_per_tok=2),
     "qwen2_moe": SIZES | SPARSE | dict(shared_expert_intermediate_size=96, norm_topk_prob=False),
     "qwen3_moe": SIZES | SPARSE | dict(head_dim=32, norm_topk_prob=True, mlp_only_layers=[1]),
+    "glm4_moe": SIZES | DEEPSEEK | dict(head_dim=32, use_qk_norm=True, partial_rotary_factor=0.5),
+    "dots1": SIZES | DEEPSEEK | dict(head_dim=16, attention_bias=False),
 }
 
 

@@ -109,7 +109,7 @@ def bias_cases(dtype: str) -> Iterator[OpCase]:
     yield moe_case("bias,ties", MoESpec(8, 3, "sigmoid"), 12, dtype, ties=True, bias=(0.25,) * 8)
     fine = tuple(0.5 + 1e-4 * (e * 3 % 8) for e in range(8))
     yield moe_case("bias,fine", MoESpec(8, 2, "sigmoid"), 12, dtype, ties=True, bias=fine)
-    yield moe_case("bias,many_tokens", MoESpec(8, 2, "sigmoid"), 70, dtype, "q8_0", bias=uneven)
+    yield moe_case("bias,many_tokens", MoESpec(8, 2, "sigmoid"), 40, dtype, "q8_0", bias=uneven)
 
 
 def group_cases(dtype: str) -> Iterator[OpCase]:
