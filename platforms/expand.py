@@ -1,11 +1,13 @@
 """Checkpoint formats expanded to float32 with numpy, for the formats that a platform has no kernel for.
 
-Block layouts: the GGUF specification and the block structures of ggml (`ggml-common.h`), and `mlx.core.quantize`; every
-decoder gives exactly the value that those define, in float32 arithmetic.
+Block layouts: the GGUF specification and the block structures of ggml (`ggml-common.h`), and `mlx.core.quantize`; of
+the schemes of Hugging Face's checkpoints: `core/quant/formats.py`. Every decoder gives exactly the value that those
+define, in float32 arithmetic.
 """
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from math import gcd
 from typing import NamedTuple
 
@@ -89,18 +91,21 @@ def _affine_q5_k(blocks: np.ndarray) -> Affine:
     return _scaled_pairs(blocks, low | (high << np.uint8(4)))
 
 
-def _affine_packed(bits: int) -> Callable[[np.ndarray, np.ndarray, np.ndarray], Affine]:
-    """MLX: codes in one stream of bits, the lowest first, whole ones in every 1, 3 or 5 bytes; the rest lies beside."""
+def _stream(packed: np.ndarray, bits: int) -> np.ndarray:
+    """[n, bytes] -> codes [n, bytes * 8 / bits] of one stream of bits, the lowest first: whole ones in every 1, 3 or 5
+    bytes."""
     size = bits // gcd(bits, 8)
     kind = np.uint8 if size == 1 else np.uint64 if size > 4 else np.uint32
-    shifts = np.arange(0, 8 * size, bits, dtype=kind)
+    whole = np.pad(packed, ((0, 0), (0, -packed.shape[1] % size))) if packed.shape[1] % size else packed
+    packs = whole.reshape(len(packed), -1, size)
+    words = sum(packs[..., i].astype(kind) << kind(8 * i) for i in range(size))
+    codes = (words[..., None] >> np.arange(0, 8 * size, bits, dtype=kind) & kind((1 << bits) - 1)).astype(np.uint8)
+    return codes.reshape(len(packed), -1)
 
-    def decode(blocks: np.ndarray, scale: np.ndarray, bias: np.ndarray) -> Affine:
-        packs = blocks.reshape(len(blocks), -1, size)
-        words = sum(packs[..., i].astype(kind) << kind(8 * i) for i in range(size))
-        codes = (words[..., None] >> shifts & kind((1 << bits) - 1)).astype(np.uint8)
-        return codes.reshape(len(blocks), -1), scale, bias
-    return decode
+
+def _affine_packed(bits: int) -> Callable[[np.ndarray, np.ndarray, np.ndarray], Affine]:
+    """MLX: codes in one stream; the rest lies beside."""
+    return lambda blocks, scale, bias: (_stream(blocks, bits), scale, bias)
 
 
 def _expand_affine(decode: Callable[..., Affine]) -> Callable[..., np.ndarray]:
@@ -140,13 +145,135 @@ def _expand_bf16(values: np.ndarray) -> np.ndarray:
     return (values.view("<u2").astype(np.uint32) << 16).view(np.float32)
 
 
+# Schemes: codes of a whole matrix, with scales of groups along the inputs beside them.
+
+class Scaled(NamedTuple):
+    """w = scale * (table[code], or code - zero), a scale and a zero for a group of inputs of `height` outputs.
+
+    codes: [out, in] integers.  scale, zero: float32 [out / height, groups], up.  order: [in] group of each input, None
+    where groups are runs of `width` of them.
+    """
+
+    codes: np.ndarray
+    scale: np.ndarray
+    zero: np.ndarray | None = None
+    table: np.ndarray | None = None
+    order: np.ndarray | None = None
+    height: int = 1
+    width: int | None = None
+
+    def rows(self, start: int, stop: int) -> np.ndarray:
+        """Values of some outputs, float32."""
+        codes = self.codes[start:stop]
+        if self.table is not None:
+            values = self.table[codes]
+        elif self.zero is None:
+            values = codes.astype(np.float32)
+        else:
+            values = codes - self._wide(self.zero, start, stop)
+        return values * self._wide(self.scale, start, stop)
+
+    def _wide(self, part: np.ndarray, start: int, stop: int) -> np.ndarray:
+        """[stop - start, in], or what broadcasts to that."""
+        if len(part) > 1:
+            part = part[np.arange(start, min(stop, len(self.codes))) // self.height]
+        if part.shape[1] == 1:
+            return part
+        if self.order is not None:
+            return part[:, self.order]
+        inputs = self.codes.shape[1]
+        return np.repeat(part, self.width or inputs // part.shape[1], axis=1)[:, :inputs]
+
+
+def _numbers(raw: RawTensor) -> np.ndarray:
+    """32-bit words, or group numbers."""
+    return np.frombuffer(raw.data, "<i4").reshape(raw.shape)
+
+
+def _columns(words: np.ndarray, bits: int) -> np.ndarray:
+    """Words [words, n] -> codes [n, words * 32 / bits] of the streams down their columns."""
+    return _stream(np.ascontiguousarray(words.T).view(np.uint8), bits)
+
+
+def _awq(raw: RawTensor) -> Scaled:
+    def codes(data: np.ndarray) -> np.ndarray:
+        """[n, words * 4] bytes -> [words * 8, n]: the outputs of a word are in bytes 0, 2, 0, 2, 1, 3, 1, 3."""
+        pairs = data.reshape(len(data), -1, 4)[..., [0, 2, 1, 3]].reshape(len(data), -1, 2)
+        return np.ascontiguousarray(_fields(pairs, 4).reshape(len(data), -1).T)
+    scales, zeros = raw.extra
+    words = np.frombuffer(raw.data, np.uint8).reshape(raw.shape[1], -1)
+    return Scaled(codes(words), expand(scales).T, codes(_numbers(zeros).view(np.uint8)).astype(np.float32))
+
+
+def _gptq(bits: int, offset: int, raw: RawTensor) -> Scaled:
+    scales, zeros, *order = raw.extra
+    codes = _columns(np.frombuffer(raw.data, "<i4").reshape(-1, raw.shape[0]), bits)
+    zero = (_stream(_numbers(zeros).view(np.uint8), bits) + np.uint8(offset)) & np.uint8((1 << bits) - 1)
+    return Scaled(codes, expand(scales).T, zero.T[:len(codes)].astype(np.float32), None, *map(_numbers, order))
+
+
+def _pack(bits: int, stored: bool, raw: RawTensor) -> Scaled:
+    scales, *rest = raw.extra
+    scale = expand(scales)
+    zero = np.full((1, 1), 1 << (bits - 1), np.float32)
+    if stored:
+        zero = _columns(_numbers(rest.pop(0)), bits).T[:len(scale)].astype(np.float32)
+    return Scaled(_stream(np.frombuffer(raw.data, np.uint8).reshape(raw.shape[0], -1), bits), scale, zero, None,
+                  *map(_numbers, rest))
+
+
+def _int8(raw: RawTensor) -> Scaled:
+    return Scaled(np.frombuffer(raw.data, np.int8).reshape(raw.shape), expand(raw.extra[0]))
+
+
+def _fp8(raw: RawTensor) -> Scaled:
+    blocks = dict(height=128, width=128) if raw.dtype == "fp8_128" else {}
+    return Scaled(np.frombuffer(raw.data, np.uint8).reshape(raw.shape), expand(raw.extra[0]), table=E4M3, **blocks)
+
+
+def _fp4(raw: RawTensor) -> Scaled:
+    scale = expand(raw.extra[0])
+    if raw.dtype != "mxfp4":
+        whole = expand(raw.extra[1]).reshape(1, 1)
+        scale = scale * whole if raw.dtype == "nvfp4" else scale / whole
+    return Scaled(_stream(np.frombuffer(raw.data, np.uint8).reshape(raw.shape[0], -1), 4), scale, table=E2M1)
+
+
+def _small_floats(exponent: int, mantissa: int, last: float) -> np.ndarray:
+    """Values of all codes of a sign, `exponent` and `mantissa` bits; `last` is the one with all bits set."""
+    codes = np.arange(1 << exponent + mantissa)
+    power, part = np.maximum(codes >> mantissa, 1), codes & (1 << mantissa) - 1
+    whole = np.where(codes >> mantissa, 1 << mantissa, 0) + part
+    values = np.ldexp(whole.astype(np.float32), power - (1 << exponent - 1) + 1 - mantissa)
+    values[-1] = last
+    return np.concatenate([values, -values])
+
+
+E2M1 = _small_floats(2, 1, 6)
+E4M3 = _small_floats(4, 3, np.nan)
+E8M0 = np.append(np.ldexp(np.float32(1), np.arange(255) - 127), np.float32(np.nan))
+
+# Format -> bits of a code, and the decoder of a matrix.
+SCALED: dict[str, tuple[int, Callable[[RawTensor], Scaled]]] = {
+    "awq4": (4, _awq), "int8": (8, _int8), "fp8": (8, _fp8), "fp8_128": (8, _fp8),
+    "mxfp4": (4, _fp4), "nvfp4": (4, _fp4), "nvfp4_div": (4, _fp4),
+    **{f"gptq{bits}{version}{order}": (bits, partial(_gptq, bits, not version)) for bits in (2, 3, 4, 8)
+       for version in ("", "_v2") for order in ("", "_act") if bits in (4, 8) or not order},
+    **{f"pack{bits}{zeros}{order}": (bits, partial(_pack, bits, bool(zeros))) for bits in (4, 8)
+       for zeros in ("", "_asym") for order in ("", "_act")},
+}
+# Those that are groups w = scale * code + minimum -> bits of a code.
+INTEGERS = {name: bits for name, (bits, _) in SCALED.items()
+            if name.startswith(("awq", "gptq", "pack", "int")) and not name.endswith("_act")}
+
+
 class Codec(NamedTuple):
     """Elements and bytes of one block, and the decoder of uint8 [blocks, bytes] to values in order; it also gets the
-    `beside` tensors of `RawTensor.extra`, float32 [blocks, 1] each."""
+    `beside` tensors of `RawTensor.extra`, float32 [blocks, 1] each. None: a matrix is decoded as `SCALED` says."""
 
     elements: int
     nbytes: int
-    expand: Callable[..., np.ndarray]
+    expand: Callable[..., np.ndarray] | None
     beside: int = 0
 
 
@@ -173,14 +300,38 @@ CODECS = {
     "q6_k": Codec(256, 210, _expand_q6_k),
     **{name: Codec(group, group * bits // 8, _expand_affine(AFFINE[name]), 2)
        for name, (bits, group) in PACKED.items()},
+    "f8_e4m3": Codec(1, 1, lambda values: E4M3[values]),
+    "f8_e8m0": Codec(1, 1, lambda values: E8M0[values]),
+    **{name: Codec(8, bits, None) for name, (bits, _) in SCALED.items()},
 }
+
+
+def _matrices(raw: RawTensor) -> list[Scaled]:
+    """The matrices of a format of `SCALED`: one, or that of each expert."""
+    if len(raw.shape) > 2:
+        return [matrix for part in _apart(raw) for matrix in _matrices(part)]
+    bits, decode = SCALED[raw.dtype]
+    size, held = np.prod(raw.shape, dtype=np.int64) * bits, memoryview(raw.data).nbytes
+    if len(raw.shape) != 2 or held * 8 != size:
+        raise ValueError(f"{raw.dtype} tensor of shape {raw.shape} takes {size / 8:g} bytes, not {held}")
+    matrix = decode(raw)
+    groups = matrix.scale.shape[1]
+    if matrix.order is None and matrix.width is None and (groups == 0 or raw.shape[1] % groups):
+        raise ValueError(f"{raw.dtype} tensor of shape {raw.shape} has {groups} groups, which do not divide its inputs")
+    return [matrix]
+
+
+def _apart(raw: RawTensor) -> list[RawTensor]:
+    """The tensors along the first axis, with what lies beside each."""
+    data = np.frombuffer(raw.data, np.uint8).reshape(raw.shape[0], -1)
+    extras = [_apart(extra) for extra in raw.extra]
+    return [RawTensor(raw.dtype, raw.shape[1:], part, tuple(extra[i] for extra in extras))
+            for i, part in enumerate(data)]
 
 
 def _blocks(raw: RawTensor) -> tuple[Codec, list[np.ndarray]]:
     """The codec of a tensor, its bytes as [blocks, bytes of a block] (a view), and what lies beside as [blocks, 1]."""
-    codec = CODECS.get(raw.dtype)
-    if codec is None:
-        raise Unsupported(f"format {raw.dtype!r} cannot be expanded; known: {', '.join(CODECS)}")
+    codec = CODECS[raw.dtype]
     count, rest = divmod(int(np.prod(raw.shape, dtype=np.int64)), codec.elements)
     data = np.frombuffer(raw.data, np.uint8)
     if rest or (raw.shape and raw.shape[-1] % codec.elements):
@@ -199,6 +350,16 @@ def expand(raw: RawTensor) -> np.ndarray:
 
     Raises `Unsupported` for an unknown format, `ValueError` for bytes, or tensors beside, that do not fit the shape.
     """
+    if raw.dtype not in CODECS:
+        raise Unsupported(f"format {raw.dtype!r} cannot be expanded; known: {', '.join(CODECS)}")
+    if raw.dtype in SCALED:
+        matrices = _matrices(raw)
+        out = np.empty((len(matrices), *raw.shape[-2:]), np.float32)
+        step = max(1, CHUNK // max(1, raw.shape[-1]))
+        for values, matrix in zip(out, matrices, strict=True):
+            for start in range(0, len(values), step):
+                values[start:start + step] = matrix.rows(start, start + step)
+        return out.reshape(raw.shape)
     codec, blocks = _blocks(raw)
     out = np.empty((len(blocks[0]), codec.elements), np.float32)
     step = CHUNK // codec.elements
@@ -209,18 +370,39 @@ def expand(raw: RawTensor) -> np.ndarray:
 
 
 def affine(raw: RawTensor) -> Affine:
-    """Exact view of a format of `AFFINE` as w = scale * code + minimum in groups along the last axis.
+    """Exact view of a format of `AFFINE` or `INTEGERS` as w = scale * code + minimum in groups along the last axis.
 
-    Returns codes [..., in] (uint8; int8 for q8_0), scale and minimum [..., in / group] float32; `group_size` tells the
-    group. Codes may be a view of the tensor's bytes. Raises `Unsupported` for another format.
+    Returns codes [..., in] (uint8; int8 for q8_0 and int8), scale and minimum [..., in / group] float32; `group_of`
+    tells the group. Codes may be a view of the tensor's bytes. Raises `Unsupported` for another format.
     """
+    if raw.dtype in INTEGERS:
+        parts = [_affine_integers(matrix) for matrix in _matrices(raw)]
+        codes, scale, minimum = (np.stack(part) if len(raw.shape) > 2 else part[0]
+                                 for part in zip(*parts, strict=True))
+        groups = (*raw.shape[:-1], scale.shape[-1])
+        return codes.reshape(raw.shape), scale.reshape(groups), minimum.reshape(groups)
     if raw.dtype not in AFFINE:
-        raise Unsupported(f"format {raw.dtype!r} has no affine groups; those that have: {', '.join(AFFINE)}")
+        raise Unsupported(f"format {raw.dtype!r} has no affine groups; those that have: "
+                          f"{', '.join([*AFFINE, *INTEGERS])}")
     codes, scale, minimum = AFFINE[raw.dtype](*_blocks(raw)[1])
     groups = (*raw.shape[:-1], raw.shape[-1] // group_size(raw.dtype))
     return codes.reshape(raw.shape), scale.reshape(groups), minimum.reshape(groups)
 
 
+def _affine_integers(matrix: Scaled) -> Affine:
+    rows = len(matrix.codes)
+    zero = np.zeros((1, 1), np.float32) if matrix.zero is None else matrix.zero
+    scale = np.broadcast_to(matrix.scale, (rows, matrix.scale.shape[1]))
+    return matrix.codes, scale, -(scale * zero)
+
+
 def group_size(name: str) -> int:
     """Elements that share a scale and a minimum in a format of `AFFINE`."""
     return PACKED[name][1] if name in PACKED else 32
+
+
+def group_of(raw: RawTensor) -> int:
+    """The same of a tensor in a format of `AFFINE` or `INTEGERS`; of these, the scales beside the codes tell it."""
+    if raw.dtype not in INTEGERS:
+        return group_size(raw.dtype)
+    return raw.shape[-1] // raw.extra[0].shape[-2 if raw.dtype.startswith(("awq", "gptq")) else -1]

@@ -184,7 +184,6 @@ def test_unknown_model_type_lists_the_known():
     ({"layer_types": ["full_attention", "linear_attention"]}, ["layer_types[1]", "'linear_attention'"]),
     ({"layer_types": ["full_attention", "sliding_attention"]}, ["sliding_window"]),
     ({"eos_token_id": "2"}, ["eos_token_id", "'2'"]),
-    ({"quantization_config": {"quant_method": "awq"}}, ["quant_method", "'awq'", "GGUF"]),
     ({"use_bidirectional_attention": True}, ["use_bidirectional_attention"]),
     ({"max_position_embeddings": -4}, ["max_position_embeddings", "-4"]),
     ({"query_pre_attn_scalar": 0}, ["query_pre_attn_scalar", "0"]),

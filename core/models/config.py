@@ -169,10 +169,6 @@ def eos_ids(value: Any, vocab_size: int) -> tuple[int, ...]:
 
 def _refuse(fields: Fields) -> None:
     """Settings that would change the result and that nothing here computes."""
-    if "quantization_config" in fields:
-        method = Fields(fields.get("quantization_config"), "quantization_config").get("quant_method", "unknown")
-        raise CheckpointError(f"config: quantization_config with quant_method = {method!r} is not supported; "
-                              "quantized models are read from GGUF files and from MLX checkpoints")
     if fields.flag("use_bidirectional_attention", False):
         raise fields.error("use_bidirectional_attention", True, "false: only causal models generate")
 

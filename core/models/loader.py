@@ -67,7 +67,7 @@ def load_model(checkpoint: Any, platform: Any, manifest: Manifest, dtype: str, s
     layout = architecture.layout(config)
     names = _tensor_names(checkpoint.names)
     wanted = list(entries(layout, names))
-    _check_names(wanted, names, config)
+    _check_names(wanted, names, config, checkpoint)
     _check_tensors(wanted, names, checkpoint)
     rank = config.per_rank(world)
     _check_attention(rank, platform, manifest, dtype, page_size or manifest.page_sizes[0])
@@ -133,17 +133,25 @@ def _tensor_names(names: frozenset[str]) -> dict[str, str]:
     return canonical
 
 
-def _check_names(entries: Sequence[Entry], names: Mapping[str, str], config: ModelConfig) -> None:
+def _check_names(entries: Sequence[Entry], names: Mapping[str, str], config: ModelConfig, checkpoint: Any) -> None:
     wanted = {entry.name for entry in entries}
     missing, extra = wanted - names.keys(), names.keys() - wanted
     if config.tied:
         extra -= {"lm_head.weight"}  # some files store the tied matrix twice
     drafts = tuple(f"model.layers.{config.layers + i}." for i in range(config.drafts))
     extra = {name for name in extra if not name.startswith(drafts)}
+    extra = {name for name in extra if not _empty(name, names, checkpoint)}
     problems = [f"{word} {_list(found)}" for word, found in (("lacks", missing), ("has unknown", extra)) if found]
     if problems:
         raise CheckpointError(f"this checkpoint does not fit model_type {config.model_type!r}: it "
                               + " and ".join(problems))
+
+
+def _empty(name: str, names: Mapping[str, str], checkpoint: Any) -> bool:
+    """GPTQ files may give every quantized module a bias, which is nothing where the model has none."""
+    weight = name.removesuffix("bias") + "weight"
+    return name.endswith(".bias") and weight in names and not np.frombuffer(
+        checkpoint.tensor(names[name]).data, np.uint8).any() and checkpoint.describe(names[weight])[0] not in DENSE
 
 
 def _list(names: set[str], limit: int = 8) -> str:

@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from ..errors import CheckpointError
+from ..quant import schemes
 from ..quant.formats import FORMATS, SAFETENSORS_TYPES, nbytes
 from ..specs import RawTensor
 from . import gguf_config, mlx
@@ -19,7 +20,10 @@ from .safetensors import INDEX, open_model
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 SIDECARS = ("mmproj", "mtp")  # GGUF files beside a model that are no model of their own
 MAX_EXPERTS = 4096
+QUANTIZATION = ("quantization_config", "compression_config")  # the second in early files of compressed-tensors
 _FACTORS = "rope_freqs.weight"
+_EXPONENTS = {"f64": ("<u8", 0x7ff0 << 48), "f32": ("<u4", 0x7f80 << 16), "bf16": ("<u2", 0x7f80),
+              "f16": ("<u2", 0x7c00), "f8_e4m3": ("u1", 0x7f), "f8_e8m0": ("u1", 0xff)}  # all set: not finite
 _FUSED = ".experts.gate_up_proj"  # [experts, 2 * width, in] as transformers 5 holds it; without ".weight"
 
 
@@ -69,8 +73,14 @@ class Checkpoint:
         return dict(Counter(p.dtype for p in self._places.values()).most_common())
 
     def tensor(self, name: str) -> RawTensor:
-        """The tensor's bytes, a view of the file except where rows must be put in order. Raises `CheckpointError`."""
-        return _raw(self._place(name))
+        """The tensor's bytes, a view of the file except where rows must be put in order. Raises `CheckpointError`, also
+        for scales beside it that are no numbers."""
+        raw = _raw(self._place(name))
+        for part in raw.extra:
+            kind, exponent = _EXPONENTS.get(part.dtype, ("u1", 0))
+            if exponent and (part.data.view(kind) & exponent == exponent).any():
+                raise CheckpointError(f"{self.path}: {name} has scales that are no finite numbers: download it again")
+        return raw
 
     def describe(self, name: str) -> tuple[str, tuple[int, ...]]:
         """Format and logical shape of a tensor, without touching its bytes. Raises `CheckpointError`."""
@@ -143,9 +153,7 @@ def _open_folder(folder: Path) -> Checkpoint:
         entry = file.tensors[name]
         place = Place(file.map, SAFETENSORS_TYPES[entry.dtype], entry.shape, file.base + entry.begin)
         places |= _apart(f"{folder}: tensor {name!r}", name, place)
-    if "quantization" in config:
-        places = _with_affine(folder, config.pop("quantization"), places)
-        config.pop("quantization_config", None)  # MLX writes it twice, the second time for other programs
+    places = _with_schemes(folder, config, places)
     return Checkpoint(folder, "safetensors", config, places, generation=read_json(extra) if extra.is_file() else None)
 
 
@@ -163,14 +171,27 @@ def _apart(where: str, name: str, place: Place) -> dict[str, Place]:
             half._replace(offset=place.offset + i * half.nbytes) for i in range(2 * experts)}
 
 
-def _with_affine(folder: Path, quantization: Any, places: dict[str, Place]) -> dict[str, Place]:
-    """Each quantized tensor of an MLX checkpoint as one, with its logical shape."""
-    stored = {name: (place.dtype, place.shape) for name, place in places.items()}
-    for stem, (dtype, shape) in mlx.affine_tensors(str(folder / "config.json"), quantization, stored).items():
-        beside = tuple(places.pop(f"{stem}.{end}") for end in mlx.BESIDE)
-        codes = places[f"{stem}.weight"]
-        places[f"{stem}.weight"] = codes._replace(dtype=dtype, shape=shape, beside=beside)
-    return places
+def _with_schemes(folder: Path, config: dict[str, Any], places: dict[str, Place]) -> dict[str, Place]:
+    """Each quantized tensor as one, with its logical shape; what the configuration says about it is taken out of it."""
+    where, stored = str(folder / "config.json"), {name: (place.dtype, place.shape) for name, place in places.items()}
+    affine, said, beside = config.pop("quantization", None), None, folder / "hf_quant_config.json"
+    for holder in (config, config.get("text_config")):
+        for key in QUANTIZATION if isinstance(holder, dict) else ():
+            said = holder.pop(key, None) if said is None else said
+    if said is None and beside.is_file():
+        where, said = str(beside), read_json(beside).get("quantization")
+        said = {"quant_method": "modelopt", **said} if isinstance(said, dict) else said
+    if affine is not None:  # MLX says it twice, the second time for other programs
+        found, used = mlx.affine_tensors(where, affine, stored)
+    elif said is not None:
+        found, used = schemes.quantized(where, said, stored, lambda name: _read(places[name]))
+    else:
+        return places
+    return {name: place for name, place in places.items() if name not in used} | {
+        name: places[matrix.codes]._replace(
+            dtype=matrix.format, shape=matrix.shape,
+            beside=tuple(places[part.name]._replace(dtype=part.dtype, shape=part.shape) for part in matrix.beside))
+        for name, matrix in found.items()}
 
 
 def _pickle_advice() -> str:

@@ -10,13 +10,14 @@ import torch
 from torch.nn import functional as F
 
 from ...core.platform import RawTensor, Unsupported, WeightSpec
-from ..expand import CODECS, PACKED, affine, expand
+from ..expand import CODECS, INTEGERS, PACKED, affine, expand, group_of
 from ..experts import by_expert
 
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 BITS = {"q4_0": 4, "q4_1": 4, "q4_k": 4, "q5_0": 5, "q5_1": 5, "q5_k": 5, "q8_0": 8,
-        **{name: bits for name, (bits, _) in PACKED.items()}}
+        **{name: bits for name, (bits, _) in PACKED.items()}, **INTEGERS}
 KEPT = tuple(BITS)
+GROUPS = (256, 128, 64, 32)  # that torch's kernel takes
 TOKENS = 32      # tokens that oneDNN chooses its order of a dense matrix for
 MANY = 256       # tokens from which expanding int4 weights pays, measured with AVX-512
 PIECE = 1 << 21  # weights expanded at once: bounds the buffer, and fits the cache
@@ -187,11 +188,16 @@ def load_weight(raws: Sequence[RawTensor], spec: WeightSpec, dtype: str) -> Leaf
 
 
 def _matrix(raws: Sequence[RawTensor], dtype: str) -> Dense | Int4Groups:
-    """Kept when all parts have the same format, so that one kernel call serves them; otherwise all are expanded."""
+    """Kept when all parts have the same format and groups, so that one kernel call serves them; otherwise all are
+    expanded."""
     kept = all(raw.dtype in KEPT for raw in raws) and reason_to_expand(raws[0].dtype, dtype) is None
-    if kept and len({raw.dtype for raw in raws}) == 1:
-        parts = (np.concatenate(part) for part in zip(*map(affine, raws), strict=True))
-        return Int4Groups(*parts, BITS[raws[0].dtype])
+    if kept and len({(raw.dtype, group_of(raw)) for raw in raws}) == 1:
+        group = group_of(raws[0])
+        fitting = next((size for size in GROUPS if group % size == 0), None)
+        if fitting is not None:
+            codes, scale, minimum = (np.concatenate(part) for part in zip(*map(affine, raws), strict=True))
+            scale, minimum = (np.repeat(part, group // fitting, axis=1) for part in (scale, minimum))
+            return Int4Groups(codes, scale, minimum, BITS[raws[0].dtype])
     return Dense(_stacked(raws, dtype))
 
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...core.platform import RawTensor, Unsupported, WeightSpec
-from ..expand import CODECS, PACKED, affine, expand, group_size
+from ..expand import CODECS, INTEGERS, PACKED, affine, expand, group_of
 from ..experts import by_expert
 
 DTYPES = {"f64": np.float64, "f32": np.float32}
-KEPT = ("q4_0", "q4_1", "q8_0", *PACKED)
+KEPT = ("q4_0", "q4_1", "q8_0", *PACKED, *INTEGERS)
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def load_weight(raws: Sequence[RawTensor], spec: WeightSpec, dtype: str) -> Leaf
 
 
 def _stacked(raws: Sequence[RawTensor], dtype: str) -> Dense | QuantLinear:
-    if all(raw.dtype in KEPT for raw in raws) and len({group_size(raw.dtype) for raw in raws}) == 1:
+    if all(raw.dtype in KEPT for raw in raws) and len({group_of(raw) for raw in raws}) == 1:
         codes, scale, minimum = (np.concatenate(parts) for parts in zip(*map(affine, raws), strict=True))
         return QuantLinear(codes, scale.astype(DTYPES[dtype]), minimum.astype(DTYPES[dtype]))
     return Dense(np.concatenate([expand(raw).astype(DTYPES[dtype], copy=False) for raw in raws]))
