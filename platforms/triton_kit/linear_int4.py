@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from .launch import Specialization
-from .linear_kernel import linear, specialization
+from .linear_kernel import linear, linear_specializations
 from .linear_tiles import Matrix, Tile, linear_tile
 
 EXACT = (torch.float16, torch.bfloat16, torch.float32)  # the first that holds all scales without a change is kept
@@ -87,16 +87,9 @@ def affine_linear(x: torch.Tensor, weight: Matrix, bias: torch.Tensor | None = N
 
 
 def specializations() -> list[Specialization]:
-    """4 bits in groups of 32, 64, 128 and 8 bits by row, for decode (split), small batches and prompts."""
-    tiles = {"decode": Tile(64, 16, 128, 8, 4, 4), "batch": Tile(64, 64, 128, 1, 4, 3),
-             "prompt": Tile(128, 128, 128, 1, 8, 2)}
-    out = []
-    for name, tile in tiles.items():
-        for bits, group, scale, zero in ((4, 32, "fp16", False), (4, 64, "bf16", False), (4, 128, "fp16", True),
-                                         (4, 128, "fp32", False), (8, 0, "fp16", True), (8, 128, "fp16", False)):
-            out += [specialization(f"affine{bits} g{group or 'row'} {scale}{' zero' * zero} {x} {name}",
-                                   f"affine{bits}", tile, x=x, out=x, scale=scale, second=scale, group=group,
-                                   half=32 if group == 32 else 64, zero=zero, bias=name == "batch",
-                                   tuning={"gfx": {"num_stages": 2}})
-                    for x in (("bf16", "fp16") if group == 128 and zero else ("bf16",))]
-    return out
+    """Groups of 32 (GGUF), 128 with zero points in bf16 and f16 (AWQ, GPTQ), and 8 bits by row."""
+    return [found for bits, group, zero, x in ((4, 32, False, "bf16"), (4, 128, True, "bf16"), (4, 128, True, "fp16"),
+                                               (8, 0, True, "bf16"))
+            for found in linear_specializations(
+                f"affine{bits} g{group or 'row'} {x}", f"affine{bits}", x=x, out=x, scale="fp16", second="fp16",
+                group=group, half=32 if group == 32 else 64, zero=zero)]

@@ -5,6 +5,7 @@ A split sum is written apart and added up in order by a second kernel: the same 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ import triton.language as tl
 
 from .launch import Specialization, launch
 from .linear_products import product
-from .linear_tiles import Matrix, Tile, step_width
+from .linear_tiles import Matrix, Tile, linear_tile, step_width, tiles_by_target
 
 TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int8: "i8", torch.uint8: "u8",
          torch.float8_e4m3fn: "fp8e4nv", torch.float8_e4m3fnuz: "fp8e4b8"}
@@ -35,7 +36,6 @@ def linear_kernel(
     x_stride, xs_stride, out_stride,
     KIND: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr, ZERO: tl.constexpr, EVEN: tl.constexpr,
     SPLIT: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr, NEIGHBOURS: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
     """Grid [row tiles * token tiles, splits]. With SPLIT out is [splits, tokens, rows] float32, without bias."""
     row_tile, token_tile = neighbours(tl.program_id(0), tl.cdiv(rows, ROWS), tl.cdiv(tokens, TOKENS), NEIGHBOURS)
@@ -49,8 +49,7 @@ def linear_kernel(
     first = split * split_steps
     last = tl.minimum(first + split_steps, steps)
     acc = product(x_ptr, xs_ptr, w_ptr, scale_ptr, second_ptr, near_token, near_row.to(tl.int64), scale_row, first,
-                  last, width, rows, x_stride, xs_stride, KIND, GROUP, HALF, ZERO, EVEN, ROWS, TOKENS, WIDTH,
-                  PRECISION)
+                  last, width, rows, x_stride, xs_stride, KIND, GROUP, HALF, ZERO, EVEN, ROWS, TOKENS, WIDTH)
     inside = (row < rows)[None, :] & (token < tokens)[:, None]
     at = token.to(tl.int64)[:, None] * out_stride + row[None, :]
     if SPLIT:
@@ -96,12 +95,11 @@ def scale_stride(scale: torch.Tensor | None) -> int:
     return 0 if scale is None or scale.shape == (1,) else scale.stride(0)
 
 
-def weight_constants(weight: Matrix, tile: Tile, dtype: torch.dtype) -> dict[str, Any]:
-    """Compile-time constants of `product` for a weight, a tile and the activations' type."""
+def weight_constants(weight: Matrix, tile: Tile) -> dict[str, Any]:
+    """Compile-time constants of `product` for a weight and a tile."""
     step = step_width(weight, tile)
     return {"KIND": weight.kind, "GROUP": weight.group, "HALF": weight.half, "ZERO": weight.zero,
-            "EVEN": weight.width % step == 0, "ROWS": tile.rows, "TOKENS": tile.tokens, "WIDTH": step,
-            "PRECISION": "ieee" if dtype == torch.float32 else "tf32"}
+            "EVEN": weight.width % step == 0, "ROWS": tile.rows, "TOKENS": tile.tokens, "WIDTH": step}
 
 
 def linear(x: torch.Tensor, weight: Matrix, bias: torch.Tensor | None, tile: Tile, *,
@@ -129,7 +127,7 @@ def linear(x: torch.Tensor, weight: Matrix, bias: torch.Tensor | None, tile: Til
     launch(linear_kernel, grid, x, x_scale, weight.codes, weight.scale, weight.second, bias, parts, tokens,
            weight.width, rows, steps, each, rows // weight.parts, x.stride(0), scale_stride(x_scale), rows,
            SPLIT=splits > 1, NEIGHBOURS=NEIGHBOURS, num_warps=tile.warps, num_stages=tile.stages,
-           **weight_constants(weight, tile, x.dtype))
+           **weight_constants(weight, tile))
     if splits > 1:
         launch(add_splits_kernel, (triton.cdiv(tokens * rows, 1024),), parts, bias, out, splits, tokens * rows, rows,
                BLOCK=1024)
@@ -144,26 +142,32 @@ def weight_signature(kind: str, x: str, w: str, scale: str | None, second: str |
             {name: None for name, kind in types.items() if not kind})
 
 
-def specialization(name: str, kind: str, tile: Tile, *, x: str = "bf16", w: str = "u8", out: str = "bf16",
-                   scale: str | None = "fp32", second: str | None = None, bias: bool = False, group: int = 0,
-                   half: int = 0, zero: bool = False, unsupported: Mapping[str, str] | None = None,
-                   tuning: Mapping[str, Mapping[str, int]] | None = None) -> Specialization:
-    """`linear_kernel` for one kind of weight and one tile, with the arguments that `linear` gives it."""
+TOKENS = {"decode": 1, "batch": 64, "prompt": 4096}  # of the configurations that are compiled ahead of time
+
+
+def linear_specializations(name: str, kind: str, *, x: str = "bf16", w: str = "u8", out: str = "bf16",
+                           scale: str | None = "fp32", second: str | None = None, group: int = 0, half: int = 0,
+                           zero: bool = False, unsupported: Mapping[str, str] | None = None) -> list[Specialization]:
+    """`linear_kernel` for one kind of weight, with the arguments that `linear` gives it: one token of a small linear
+    (split), a batch with bias, a prompt, each in the tiles that the targets choose. Types are Triton's names."""
     pointers, absent = weight_signature(kind, x, w, scale, second)
-    split = tile.splits > 1
-    signature = pointers | {"out_ptr": "*fp32:16" if split else f"*{out}:16", "tokens": "i32", "width": "i32:16",
-                            "rows": "i32:16", "steps": "i32", "split_steps": "i32", "part_rows": "i32:16",
-                            "x_stride": "i32:16", "xs_stride": "i32", "out_stride": "i32:16"}
-    if bias and not split:
-        signature["bias_ptr"] = f"*{out}:16"
-    else:
-        absent["bias_ptr"] = None
-    step = step_width(Matrix(kind, None, 0, 0, half=half), tile)
-    constants = absent | {"KIND": kind, "GROUP": group, "HALF": half, "ZERO": zero, "EVEN": True, "SPLIT": split,
-                          "ROWS": tile.rows, "TOKENS": tile.tokens, "WIDTH": step, "NEIGHBOURS": NEIGHBOURS,
-                          "PRECISION": "tf32"}
-    return Specialization(name, linear_kernel, signature, constants, tile.warps, tile.stages, tuning or {},
-                          unsupported or {})
+    signature = pointers | {"tokens": "i32", "width": "i32:16", "rows": "i32:16", "steps": "i32", "split_steps": "i32",
+                            "part_rows": "i32:16", "x_stride": "i32:16", "xs_stride": "i32", "out_stride": "i32:16"}
+    found = []
+    for size, tokens in TOKENS.items():
+        choice = partial(linear_tile, kind, tokens, 4096, 4096 if size == "decode" else 8192)
+        for tile, others in tiles_by_target(choice).items():
+            split, biased = tile.splits > 1, size == "batch"
+            ends = {"out_ptr": "*fp32:16" if split else f"*{out}:16"} | ({"bias_ptr": f"*{out}:16"} if biased else {})
+            step = step_width(Matrix(kind, None, 0, 0, half=half), tile)
+            constants = absent | ({} if biased else {"bias_ptr": None}) | {
+                "KIND": kind, "GROUP": group, "HALF": half, "ZERO": zero, "EVEN": True, "SPLIT": split,
+                "ROWS": tile.rows, "TOKENS": tile.tokens, "WIDTH": step, "NEIGHBOURS": NEIGHBOURS}
+            found.append(Specialization(
+                f"{name} {size} {tile.rows}x{tile.tokens}x{step} warps {tile.warps} stages {tile.stages}",
+                linear_kernel, signature | ends, constants, tile.warps, tile.stages,
+                unsupported=others | dict(unsupported or {})))
+    return found
 
 
 def specializations() -> list[Specialization]:

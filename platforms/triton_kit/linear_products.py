@@ -65,7 +65,7 @@ def read_tokens(at, k, width, EVEN: tl.constexpr):
 
 @triton.jit
 def plain(x_ptr, w_ptr, token, row, first, last, width, x_stride, EVEN: tl.constexpr, ROWS: tl.constexpr,
-          TOKENS: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr):
+          TOKENS: tl.constexpr, WIDTH: tl.constexpr):
     """Codes times activations, unscaled: int8 in int32, all others in float32."""
     k = first * WIDTH + tl.arange(0, WIDTH)
     x_at = x_ptr + token[None, :] * x_stride + k[:, None]
@@ -86,9 +86,9 @@ def plain(x_ptr, w_ptr, token, row, first, last, width, x_stride, EVEN: tl.const
             # Hopper adds fp8 products in 14 bits: no more than one step's before they go into float32.
             acc = tl.dot(w, x, acc, max_num_imprecise_acc=WIDTH)
         elif w.dtype == tl.uint8:
-            acc = tl.dot(decode(w, x.dtype, "e4m3"), x, acc, input_precision=PRECISION)
+            acc = tl.dot(decode(w, x.dtype, "e4m3"), x, acc, input_precision="ieee")
         else:
-            acc = tl.dot(w, x, acc, input_precision=PRECISION)
+            acc = tl.dot(w, x, acc, input_precision="ieee")
         x_at += WIDTH
         w_at += WIDTH
         k += WIDTH
@@ -97,7 +97,7 @@ def plain(x_ptr, w_ptr, token, row, first, last, width, x_stride, EVEN: tl.const
 
 @triton.jit
 def blocked(x_ptr, xs_ptr, w_ptr, ws_ptr, token, row, scale_row, first, last, width, x_stride, xs_stride,
-            EVEN: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, PRECISION: tl.constexpr):
+            EVEN: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr):
     """fp8 in blocks of 128 x 128: the sum of every 128 values is scaled by itself."""
     blocks = (width + 127) // 128
     k = first * 128 + tl.arange(0, 128)
@@ -115,7 +115,7 @@ def blocked(x_ptr, xs_ptr, w_ptr, ws_ptr, token, row, scale_row, first, last, wi
             scale = scale * tl.load(xs_ptr + token * xs_stride + step)[None, :]
             acc += tl.dot(w, x) * scale
         else:
-            acc += tl.dot(decode(w, x.dtype, "e4m3"), x, input_precision=PRECISION) * scale
+            acc += tl.dot(decode(w, x.dtype, "e4m3"), x, input_precision="ieee") * scale
         x_at += 128
         w_at += 128
         k += 128
@@ -138,7 +138,7 @@ def fold(acc, part, sums, scale_ptr, second_ptr, group, rows, row, OFFSET: tl.co
 @triton.jit
 def affine(x_ptr, w_ptr, scale_ptr, second_ptr, token, row, first, last, width, rows, x_stride, BITS: tl.constexpr,
            GROUP: tl.constexpr, HALF: tl.constexpr, ZERO: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr,
-           TOKENS: tl.constexpr, PRECISION: tl.constexpr):
+           TOKENS: tl.constexpr):
     """Groups w = scale * code + minimum: sum(x w) = scale * sum(x code) + minimum * sum(x)."""
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     OFFSET: tl.constexpr = offset(dtype, BITS)
@@ -158,24 +158,24 @@ def affine(x_ptr, w_ptr, scale_ptr, second_ptr, token, row, first, last, width, 
             high = nibble(packed >> 4, dtype)
             more_sums = tl.sum(more.to(tl.float32), 0)
             if GROUP == 0:
-                acc = tl.dot(low, x, acc, input_precision=PRECISION)
-                acc = tl.dot(high, more, acc, input_precision=PRECISION)
+                acc = tl.dot(low, x, acc, input_precision="ieee")
+                acc = tl.dot(high, more, acc, input_precision="ieee")
                 total += sums + more_sums
             elif GROUP < SPAN:
-                part = tl.dot(low, x, input_precision=PRECISION)
+                part = tl.dot(low, x, input_precision="ieee")
                 acc = fold(acc, part, sums, scale_ptr, second_ptr, 2 * step, rows, row, OFFSET, ZERO)
-                part = tl.dot(high, more, input_precision=PRECISION)
+                part = tl.dot(high, more, input_precision="ieee")
                 acc = fold(acc, part, more_sums, scale_ptr, second_ptr, 2 * step + 1, rows, row, OFFSET, ZERO)
             else:
-                part = tl.dot(low, x, input_precision=PRECISION)
-                part = tl.dot(high, more, part, input_precision=PRECISION)
+                part = tl.dot(low, x, input_precision="ieee")
+                part = tl.dot(high, more, part, input_precision="ieee")
                 acc = fold(acc, part, sums + more_sums, scale_ptr, second_ptr, step // (GROUP // SPAN), rows, row,
                            OFFSET, ZERO)
         elif GROUP == 0:
-            acc = tl.dot(whole(packed, dtype), x, acc, input_precision=PRECISION)
+            acc = tl.dot(whole(packed, dtype), x, acc, input_precision="ieee")
             total += sums
         else:
-            part = tl.dot(whole(packed, dtype), x, input_precision=PRECISION)
+            part = tl.dot(whole(packed, dtype), x, input_precision="ieee")
             acc = fold(acc, part, sums, scale_ptr, second_ptr, step // (GROUP // SPAN), rows, row, OFFSET, ZERO)
         x_at += SPAN
         w_at += tl.cast(rows, tl.int64) * HALF
@@ -195,7 +195,7 @@ def nvfp4_values(code, scale_ptr, group, rows, row, dtype: tl.constexpr, HALF: t
 
 @triton.jit
 def float4(x_ptr, w_ptr, scale_ptr, token, row, first, last, width, rows, x_stride, GROUP: tl.constexpr,
-           HALF: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, PRECISION: tl.constexpr):
+           HALF: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr):
     """e2m1 in blocks of 32 (e8m0: the sum of a block is scaled) or 16 (e4m3: each value is, exactly)."""
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     k = first * 2 * HALF + tl.arange(0, HALF)
@@ -210,13 +210,13 @@ def float4(x_ptr, w_ptr, scale_ptr, token, row, first, last, width, rows, x_stri
             g = step * (HALF // 8)
             low = nvfp4_values(packed & 15, scale_ptr, g, rows, row, dtype, HALF, ROWS)
             high = nvfp4_values(packed >> 4, scale_ptr, g + HALF // 16, rows, row, dtype, HALF, ROWS)
-            acc = tl.dot(low, x, acc, input_precision=PRECISION)
-            acc = tl.dot(high, more, acc, input_precision=PRECISION)
+            acc = tl.dot(low, x, acc, input_precision="ieee")
+            acc = tl.dot(high, more, acc, input_precision="ieee")
         else:
             scale = e8m0(tl.load(scale_ptr + 2 * step * rows + row))
-            acc += scale[:, None] * tl.dot(e2m1(packed & 15).to(dtype), x, input_precision=PRECISION)
+            acc += scale[:, None] * tl.dot(e2m1(packed & 15).to(dtype), x, input_precision="ieee")
             scale = e8m0(tl.load(scale_ptr + (2 * step + 1) * rows + row))
-            acc += scale[:, None] * tl.dot(e2m1(packed >> 4).to(dtype), more, input_precision=PRECISION)
+            acc += scale[:, None] * tl.dot(e2m1(packed >> 4).to(dtype), more, input_precision="ieee")
         x_at += 2 * HALF
         w_at += tl.cast(rows, tl.int64) * HALF
         k += 2 * HALF
@@ -226,31 +226,29 @@ def float4(x_ptr, w_ptr, scale_ptr, token, row, first, last, width, rows, x_stri
 @triton.jit
 def product(x_ptr, xs_ptr, w_ptr, scale_ptr, second_ptr, token, row, scale_row, first, last, width, rows, x_stride,
             xs_stride, KIND: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr, ZERO: tl.constexpr,
-            EVEN: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr,
-            PRECISION: tl.constexpr):
+            EVEN: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr):
     """[ROWS, TOKENS] float32: weight rows `row` (int64) times tokens `token` (int64), steps first .. last along `in`,
     all scales applied. Layouts: `linear_tiles.Matrix`; xs: scale of each token (and 128 values)."""
     if KIND == "affine4":
         acc = affine(x_ptr, w_ptr, scale_ptr, second_ptr, token, row, first, last, width, rows, x_stride, 4, GROUP,
-                     HALF, ZERO, EVEN, ROWS, TOKENS, PRECISION)
+                     HALF, ZERO, EVEN, ROWS, TOKENS)
     elif KIND == "affine8":
         acc = affine(x_ptr, w_ptr, scale_ptr, second_ptr, token, row, first, last, width, rows, x_stride, 8, GROUP,
-                     HALF, ZERO, EVEN, ROWS, TOKENS, PRECISION)
+                     HALF, ZERO, EVEN, ROWS, TOKENS)
     elif KIND == "mxfp4":
         acc = float4(x_ptr, w_ptr, scale_ptr, token, row, first, last, width, rows, x_stride, 32, HALF, EVEN, ROWS,
-                     TOKENS, PRECISION)
+                     TOKENS)
     elif KIND == "nvfp4":
         acc = float4(x_ptr, w_ptr, scale_ptr, token, row, first, last, width, rows, x_stride, 16, HALF, EVEN, ROWS,
-                     TOKENS, PRECISION)
+                     TOKENS)
         acc = acc * (tl.load(second_ptr + row) * 256.0)[:, None]  # 2^8: fp8.decode
     elif KIND == "fp8_block" or KIND == "fp8_block_weight":
         acc = blocked(x_ptr, xs_ptr, w_ptr, scale_ptr, token, row, scale_row, first, last, width, x_stride, xs_stride,
-                      EVEN, ROWS, TOKENS, PRECISION)
+                      EVEN, ROWS, TOKENS)
         if KIND == "fp8_block_weight":
             acc = acc * 256.0
     else:
-        acc = plain(x_ptr, w_ptr, token, row, first, last, width, x_stride, EVEN, ROWS, TOKENS, WIDTH,
-                    PRECISION).to(tl.float32)
+        acc = plain(x_ptr, w_ptr, token, row, first, last, width, x_stride, EVEN, ROWS, TOKENS, WIDTH).to(tl.float32)
         if KIND != "dense":
             scale = tl.load(scale_ptr + row)
             if KIND == "fp8_weight":

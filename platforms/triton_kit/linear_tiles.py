@@ -4,11 +4,15 @@ Families are the architecture names of the compilers: "sm_80" ... "sm_120", "gfx
 """
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import triton
 
+from .launch import TARGETS
+
 KINDS = ("dense", "int8", "fp8", "fp8_block", "fp8_weight", "fp8_block_weight", "affine4", "affine8", "mxfp4", "nvfp4")
+PLAIN = ("dense", "int8", "fp8", "fp8_weight")  # summed up over the whole of `in` before anything is scaled
 
 
 class Matrix(NamedTuple):
@@ -60,9 +64,23 @@ def step_width(weight: Matrix, tile: Tile) -> int:
 def _stages(family: str, deep: bool) -> int:
     if family.startswith("gfx"):
         return 2
-    if family in ("sm_90", "sm_100", "sm_103", "sm_80"):
+    if family in ("sm_80", "sm_90", "sm_100", "sm_103"):
         return 4 if deep else 3
     return 3 if deep else 2
+
+
+def _rdna(family: str) -> bool:
+    return family.startswith(("gfx10", "gfx11", "gfx12"))
+
+
+def _holds_two_sums(kind: str, family: str) -> bool:
+    """Whether 128 x 128 results fit the registers: kinds with groups add up a group by itself beside the result."""
+    return kind in PLAIN or family in ("sm_90", "sm_100", "sm_103")
+
+
+def _step(kind: str, family: str) -> int:
+    """128 bytes of a row; 64 values where the compute units' shared memory is small."""
+    return 64 if kind == "dense" or (kind in PLAIN and family.startswith("gfx")) else 128
 
 
 def linear_tile(kind: str, tokens: int, width: int, rows: int, family: str = "sm_90", units: int = 132) -> Tile:
@@ -73,32 +91,37 @@ def linear_tile(kind: str, tokens: int, width: int, rows: int, family: str = "sm
     """
     if kind not in KINDS:
         raise ValueError(f"no kind of weight {kind!r}; known: {', '.join(KINDS)}")
-    step = 64 if kind == "dense" else 128
+    step = _step(kind, family)
     if tokens <= 64:
-        across = max(16, triton.next_power_of_2(tokens))
-        programs = triton.cdiv(rows, 64)
-        most = max(1, width // (4 * step))
+        across = min(max(16, triton.next_power_of_2(tokens)), 32 if _rdna(family) else 64)
+        programs = triton.cdiv(rows, 64) * triton.cdiv(tokens, across)
+        most = min(16, width // 512)
         splits = 1
-        while 2 * splits <= min(most, 16) and programs * splits < 2 * units:
+        while 2 * splits <= most and programs * splits < 2 * units:
             splits *= 2
-        return Tile(64, across, step, splits, 4, _stages(family, deep=True))
-    if family.startswith(("gfx11", "gfx12")):
-        return Tile(64, 64, min(step, 64), 1, 4, 2)
-    large = tokens > 128 and triton.cdiv(rows, 128) * triton.cdiv(tokens, 128) >= units
-    if family.startswith("gfx"):
-        return Tile(128, 128 if large else 64, 64, 1, 8 if large else 4, 2)
+        return Tile(64, across, step, splits, 4, _stages(family, deep=across < 64))
+    if _rdna(family):
+        return Tile(64, 64, step, 1, 8, 2)
+    large = triton.cdiv(rows, 128) * triton.cdiv(tokens, 128) >= units and _holds_two_sums(kind, family)
     return Tile(128, 128 if large else 64, step, 1, 8, _stages(family, deep=False))
 
 
 def grouped_tile(kind: str, tokens: int, top_k: int, experts: int, family: str = "sm_90") -> Tile:
     """Tile of both products of a MoE layer; `Tile.tokens` is the block that tokens are padded to per expert."""
     each = tokens * top_k / experts
-    step = 64 if kind == "dense" else 128
-    across = 16 if each <= 16 else 32 if each <= 48 else 64 if each <= 128 else 128
-    if family.startswith(("gfx11", "gfx12")):
-        return Tile(64, min(across, 64), min(step, 64), 1, 4, 2)
-    if family.startswith("gfx"):
-        return Tile(64 if across < 64 else 128, across, 64, 1, 8 if across == 128 else 4, 2)
+    step = _step(kind, family)
+    across = 16 if each <= 16 else 32 if each <= 48 else 64 if each <= 192 else 128
+    if across == 128 and not _holds_two_sums(kind, family):
+        across = 64
+    if _rdna(family):
+        return Tile(64, min(across, 64), step, 1, 4 if across < 64 else 8, 2)
     if across <= 32:
         return Tile(64, across, step, 1, 4, _stages(family, deep=True))
     return Tile(128, across, step, 1, 8, _stages(family, deep=False))
+
+
+def tiles_by_target(choose: Callable[[str], Tile]) -> dict[Tile, dict[str, str]]:
+    """The tiles that targets choose, and for each the targets that do not, as `Specialization.unsupported` wants it."""
+    chosen = {target: choose(target) for target in TARGETS}
+    return {tile: {target: f"runs {other}" for target, other in chosen.items() if other != tile}
+            for tile in dict.fromkeys(chosen.values())}

@@ -14,6 +14,7 @@ This folder has no __init__.py: pytest would take it for the package `triton`.
 """
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 from typing import Any
@@ -102,6 +103,23 @@ def _correct() -> None:
     builder.create_dot, builder.binary_op, builder.unary_op = create_dot, binary_op, unary_op
     for kind in (interpreter.ReduceOps, interpreter.ScanOps):
         _refuse_in(kind)
+    _know_fnuz(interpreter)
+
+
+def _know_fnuz(interpreter: Any) -> None:
+    """Add AMD's e4m3fnuz to the types that the interpreter knows while a kernel runs (Triton itself has it)."""
+    patch = interpreter._patch_lang_core
+
+    def patch_lang_core(lang: Any, scope: Any) -> None:
+        patch(lang, scope)
+        to_ir = lang.dtype.to_ir
+
+        def with_fnuz(self: Any, builder: Any) -> Any:
+            return builder.get_fp8e4b8_ty() if self.name == "fp8e4b8" else to_ir(self, builder)
+
+        scope.set_attr(lang.dtype, "to_ir", with_fnuz)
+
+    interpreter._patch_lang_core = patch_lang_core
 
 
 def _refuse_in(kind: Any) -> None:
@@ -112,6 +130,24 @@ def _refuse_in(kind: Any) -> None:
         return apply(self, inputs)
 
     kind.apply_impl = apply_impl
+
+
+def _quicken(interpreter: Any) -> None:
+    """Half of the time goes into looking for what to patch, at every call of a function within a kernel."""
+    import triton.language as tl
+    names: dict[Any, list[str]] = {}
+
+    def patch_builtin(package: Any, builder: Any, scope: Any) -> None:
+        if package not in names:
+            names[package] = [name for name in dir(package) if tl.core.is_builtin(getattr(package, name))]
+        for name in names[package]:
+            member = getattr(package, name)
+            if not tl.core.is_builtin(member):
+                return  # patched by the kernel that calls
+            interpreter._patch_attr(package, name, member, builder, scope)
+
+    interpreter._patch_builtin = patch_builtin
+    interpreter._get_np_dtype = functools.cache(interpreter._get_np_dtype)
 
 
 def _stand_in_for_a_driver() -> None:
