@@ -9,6 +9,7 @@ import numpy as np
 
 from ..core.plan import Batch
 from ..core.platform import RopeSpec
+from . import schemes
 from .formats import quantized, rounded
 from .opcase import NMSE, QUANTIZED_NMSE, OpCase, normal, parts, single, table, token_batch, weight
 
@@ -61,6 +62,10 @@ def overflow_case(dtype: str) -> OpCase:
 def linear_cases(dtype: str) -> Iterator[OpCase]:
     for name in ("f32", "f16", "bf16", *BLOCK_FORMATS, *AFFINE_FORMATS):
         yield linear_case((name,), 5, 512, dtype)
+    for name in schemes.FORMATS:
+        yield linear_case((name,), 5, 256, dtype)
+    for name in ("awq4", "gptq4", "pack4", "int8", "fp8_128", "nvfp4"):  # each part has scales of its own
+        yield linear_case((name,) * 3, 3, 160, dtype, bias=True, outputs=(160, 32, 32))
     for tokens in (1, 2, 33):
         yield linear_case(("f32",), tokens, 576, dtype, bias=True)
         for name in ("q4_0", "q4_1", "q8_0"):
@@ -161,7 +166,7 @@ def dense_cases(dtype: str) -> Iterator[OpCase]:
     yield rope_case(3, 64, (0, 1, 2, 17, 1000), 1, dtype, NMSE | {"f32": 1e-8})
     yield rope_case(2, 32, (131071, 5, 40000), 1, dtype, NMSE | {"f32": 1e-4, "bf16": 1e-3})
     yield rope_case(1, 128, (3, 4, 5), 1.25, dtype, NMSE)
-    yield rope_case(3, 64, (0, 1, 2, 17, 1000), 1, dtype, NMSE | {"f32": 1e-8}, part=32)
+    yield rope_case(2, 64, (0, 1, 2, 17, 1000), 1, dtype, NMSE | {"f32": 1e-8}, part=32)
     yield rope_case(2, 128, (7, 4, 500), 1.25, dtype, NMSE | {"f32": 1e-8}, part=32)
     yield rope_case(2, 24, (9, 2, 30), 1, dtype, NMSE, part=6)
     for kind in ("silu", "gelu_tanh", "gelu", "sigmoid"):
