@@ -11,6 +11,7 @@ from collections.abc import Callable
 import numpy as np
 
 from ..core.platform import RawTensor
+from . import schemes
 
 # Bytes [blocks, bytes of a block], widened so that shifts lose nothing -> the block's values, one array per position.
 Columns = list[np.ndarray]
@@ -165,6 +166,8 @@ def quantized(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> tu
         return RawTensor(name, shape, data.view(np.uint8).reshape(-1)), values.astype(np.float64)
     if name.startswith("affine"):
         return affine(rng, name, shape)
+    if name.startswith(schemes.PREFIXES):
+        return schemes.quantized(rng, name, shape)
     length, nbytes, factors, _ = BLOCKS[name]
     blocks = rng.integers(0, 256, (math.prod(shape) // length, nbytes), dtype=np.uint8)
     for at in factors:

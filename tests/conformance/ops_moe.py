@@ -34,13 +34,15 @@ def routed(logits: np.ndarray, spec: MoESpec, bias: Sequence[float] | None = Non
     return [(e, scores[e] / total * spec.scale) for e in best]
 
 
-def by_expert(raw: RawTensor, stacked: int) -> list[RawTensor]:
-    """One tensor of all experts as tensors of two axes, expert by expert, `stacked` parts each."""
-    experts, rows, width = raw.shape
-    data = raw.data.reshape(experts, stacked, -1)
-    extras = [by_expert(extra, stacked) for extra in raw.extra]
-    return [RawTensor(raw.dtype, (rows // stacked, width), data[divmod(i, stacked)], tuple(e[i] for e in extras))
-            for i in range(experts * stacked)]
+def experts_of(rng: np.random.Generator, format: str, experts: int, rows: tuple[int, ...], width: int,
+               apart: bool) -> tuple[list[RawTensor], np.ndarray]:
+    """Parts of `rows` and their values [experts, sum of rows, width]: one tensor, or each expert's parts apart."""
+    if not apart:
+        raw, values = quantized(rng, format, (experts, sum(rows), width))
+        return [raw], values
+    raws, parts = zip(*(quantized(rng, format, (height, width)) for _ in range(experts) for height in rows),
+                      strict=True)
+    return list(raws), np.concatenate(parts).reshape(experts, sum(rows), width)
 
 
 def moe_case(name: str, spec: MoESpec, tokens: int, dtype: str, format: str = "f32", ties: bool = False,
@@ -50,8 +52,8 @@ def moe_case(name: str, spec: MoESpec, tokens: int, dtype: str, format: str = "f
     width, grouped = 64, spec.groups > 1 or bias is not None
 
     def make(rng: np.random.Generator) -> tuple:
-        w13, dense13 = quantized(rng, format, (spec.experts, 2 * inner, width))
-        w2, dense2 = quantized(rng, format, (spec.experts, width, inner))
+        first, dense13 = experts_of(rng, format, spec.experts, (inner, inner), width, apart)
+        second, dense2 = experts_of(rng, format, spec.experts, (width,), inner, apart)
         x = normal(rng, (tokens, width), dtype, 0.25 if dtype == "f16" else 1)  # f16 holds no more than 65504
         router = normal(rng, (tokens, spec.experts), dtype)
         if ties:
@@ -67,7 +69,6 @@ def moe_case(name: str, spec: MoESpec, tokens: int, dtype: str, format: str = "f
         def forward(ops: Any, w: Any, batch: Batch) -> Any:
             x, router = (ops.embed(batch.tokens, w[name]) for name in ("x", "router"))
             return ops.moe(x, router, w["w13"], w["w2"], spec, *([] if bias is None else [w["bias"]]))
-        first, second = (by_expert(w13, 2), by_expert(w2, 1)) if apart else ([w13], [w2])
         weights = {"x": table(x), "router": table(router), "w13": parts(first, "experts", spec.experts),
                    "w2": parts(second, "experts", spec.experts)}
         if bias is not None:
@@ -90,11 +91,11 @@ def moe_cases(dtype: str) -> Iterator[OpCase]:
     yield moe_case("all_experts", MoESpec(4, 4), 3, dtype)
     yield moe_case("ties,softmax", MoESpec(8, 2), 12, dtype, ties=True)
     yield moe_case("ties,sigmoid", MoESpec(8, 3, "sigmoid"), 12, dtype, ties=True)
-    for format in ("f16", "bf16", "q4_0", "q4_1", "q5_0", "q8_0", "affine4_32"):
+    for format in ("f16", "bf16", "q4_0", "q4_1", "q5_0", "q8_0", "affine4_32", "awq4", "fp8_128", "mxfp4"):
         yield moe_case(f"softmax,{format}", MoESpec(4, 2), 6, dtype, format)
     yield moe_case("softmax,affine8_64", MoESpec(4, 2), 6, dtype, "affine8_64", inner=128)
     yield moe_case("many_tokens", MoESpec(8, 2), 70, dtype, "q4_1")
-    for format in ("f32", "q8_0", "affine4_32"):
+    for format in ("f32", "q8_0", "affine4_32", "awq4", "gptq4", "gptq4_act", "pack4", "int8", "fp8", "nvfp4"):
         yield moe_case(f"apart,{format}", MoESpec(4, 2), 6, dtype, format, apart=True)
     yield from bias_cases(dtype)
     yield from group_cases(dtype)
