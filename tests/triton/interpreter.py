@@ -14,7 +14,6 @@ This folder has no __init__.py: pytest would take it for the package `triton`.
 """
 from __future__ import annotations
 
-import functools
 import importlib.util
 import os
 from typing import Any
@@ -104,6 +103,7 @@ def _correct() -> None:
     for kind in (interpreter.ReduceOps, interpreter.ScanOps):
         _refuse_in(kind)
     _know_fnuz(interpreter)
+    _quicken(interpreter)
 
 
 def _know_fnuz(interpreter: Any) -> None:
@@ -133,21 +133,28 @@ def _refuse_in(kind: Any) -> None:
 
 
 def _quicken(interpreter: Any) -> None:
-    """Half of the time goes into looking for what to patch, at every call of a function within a kernel."""
+    """Every call of a function within a kernel patches the language anew, which takes half of the time: once will do.
+    """
     import triton.language as tl
-    names: dict[Any, list[str]] = {}
+    patch = interpreter._patch_lang
+    languages = (tl, tl.core)
 
-    def patch_builtin(package: Any, builder: Any, scope: Any) -> None:
-        if package not in names:
-            names[package] = [name for name in dir(package) if tl.core.is_builtin(getattr(package, name))]
-        for name in names[package]:
-            member = getattr(package, name)
-            if not tl.core.is_builtin(member):
-                return  # patched by the kernel that calls
-            interpreter._patch_attr(package, name, member, builder, scope)
+    def patch_lang(function: Any) -> Any:
+        seen = [lang for lang in function.__globals__.values() if any(lang is one for one in languages)]
+        if seen and not any(tl.core.is_builtin(lang.load) for lang in seen):
+            return interpreter._LangPatchScope()  # the kernel that calls has done it, and restores it
+        return patch(function)
 
-    interpreter._patch_builtin = patch_builtin
-    interpreter._get_np_dtype = functools.cache(interpreter._get_np_dtype)
+    interpreter._patch_lang = patch_lang
+    look_up, known = interpreter._get_np_dtype, {}
+
+    def np_dtype(kind: Any) -> Any:
+        name = str(kind.scalar)
+        if name not in known:
+            known[name] = look_up(kind)
+        return known[name]
+
+    interpreter._get_np_dtype = np_dtype
 
 
 def _stand_in_for_a_driver() -> None:
