@@ -13,6 +13,7 @@ from typing import Any
 from . import startup
 from .cache.manager import CacheManager
 from .config import Config
+from .contract import check_ops
 from .env import debug_level
 from .errors import CheckpointError
 from .manifests import missing_features
@@ -216,7 +217,9 @@ class EngineCore:
 
     def _warm_up(self) -> None:
         """One token through the whole path, so that the first request is not the slow one; it leaves no trace. Then one
-        that is scored, which shows weights that give no numbers. Raises `CheckpointError` for those."""
+        that is scored, which shows weights that give no numbers. Raises `CheckpointError` for those, and before all
+        `RegistrationError` for a platform whose ops are not all there."""
+        _, self._state = check_ops(self._platform, self._manifest, self._state, self._page_size)
         tries = [SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)]
         if "logprobs" not in self.scheduler.limits.lacks:
             tries.append(SamplingParams(max_tokens=1, temperature=0.0, logprobs=0))

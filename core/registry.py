@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 
@@ -10,26 +10,39 @@ class RegistrationError(ValueError):
     """A name that is taken or reserved, or a contract with gaps; every gap is named at once."""
 
 
-def signature_gaps(candidate: type, contract: type, methods: tuple[str, ...]) -> list[str]:
-    """What `candidate` lacks of `contract`: methods, parameters or their order. Empty = complete."""
+def signature_gaps(candidate: Any, contract: type, methods: tuple[str, ...],
+                   optional: Collection[str] = ()) -> list[str]:
+    """What a class or an object lacks of `contract`: methods, parameters or their order. Empty = complete.
+
+    A method that is the contract's own, inherited, is missing. optional: parameters that may be, as "method.parameter".
+    """
     gaps = []
+    kind = candidate if isinstance(candidate, type) else type(candidate)
     for name in methods:
-        have = getattr(candidate, name, None)
-        if not callable(have):
-            gaps.append(f"{name}{inspect.signature(getattr(contract, name))} is missing")
+        ours, have = getattr(contract, name), getattr(candidate, name, None)
+        if not callable(have) or getattr(kind, name, None) is ours:
+            gaps.append(f"{name}{inspect.signature(ours)} is missing")
             continue
-        want = inspect.signature(getattr(contract, name)).parameters
-        got = inspect.signature(have).parameters
+        try:
+            got = inspect.signature(have).parameters
+        except ValueError:  # of native code, which tells nothing
+            continue
+        want = dict(inspect.signature(ours).parameters)
+        if kind is not candidate:
+            del want["self"]
         open_ended = any(p.kind is p.VAR_KEYWORD for p in got.values())
-        missing = [p for p in want if p not in got and not open_ended]
+        missing = [p for p in want if p not in got and not open_ended and f"{name}.{p}" not in optional]
         extra = [p.name for p in got.values() if p.name not in want and p.default is p.empty
                  and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
         shared = [p for p in got if p in want]
         by_name = [p for p in shared if got[p].kind is got[p].KEYWORD_ONLY and want[p].kind is not got[p].kind]
+        left_out = [p for p in shared if got[p].default is got[p].empty is not want[p].default]
         if missing:
             gaps.append(f"{name}() lacks the parameters {', '.join(missing)}")
         if extra:
             gaps.append(f"{name}() requires parameters that nobody passes: {', '.join(extra)}")
+        if left_out:
+            gaps.append(f"{name}() requires what may be left out: {', '.join(left_out)}")
         if by_name:
             gaps.append(f"{name}() takes by name only what is passed by position: {', '.join(by_name)}")
         elif shared != [p for p in want if p in got]:

@@ -60,9 +60,9 @@ def state(name: str, cases: str, *edits: tuple[str, str, str], told: str = "") -
     return Mutant(name, "state", (f"state[{cases},f32]",), edits, told)
 
 
-def claim(name: str, told: str, file: str, old: str, new: str) -> Mutant:
-    """A mutant of one edit that no dtype is needed for."""
-    return Mutant(name, "manifest", ("manifest",), ((file, old, new),), told)
+def claim(name: str, told: str, file: str, old: str, new: str, *more: tuple[str, str, str]) -> Mutant:
+    """A mutant that no dtype is needed for."""
+    return Mutant(name, "manifest", ("manifest",), ((file, old, new), *more), told)
 
 
 SPLIT_SOFTMAX = '''half = len(k) // 2
@@ -202,6 +202,13 @@ CLAIMS = [
           "State(spec, tuple(caches), np.zeros(spec.seqs, np.int32))"),
     claim("a step returns no pair", "the step returned a Finished, a pair is needed", "graph",
           "self.weights, batch)), state", "self.weights, batch))"),
+    claim("ops with gaps", "are incomplete: rms_norm() takes its parameters in another order: x, eps, weight; "
+          "all_reduce(self, x: 'Tensor') -> 'Tensor' is missing", "ops",
+          "def rms_norm(self, x: np.ndarray, weight: Dense, eps: float)",
+          "def rms_norm(self, x: np.ndarray, eps: float, weight: Dense)", ("ops", "def all_reduce", "def reduce")),
+    Mutant("the forward is never called", "manifest", ("manifest[ops]",), (
+        ("graph", "self.forward(Ops(state, batch), self.weights, batch)", "np.zeros((2, 32))"),),
+        "its forward not called"),
     claim("compile returns nothing", "compile returned None, a step", "platform", "return EagerStep", "EagerStep"),
 ]
 
@@ -322,12 +329,12 @@ def kept(name: str, only: str, old: str, new: str, file: str = "attention", law:
 
 
 KEEPERS = [
-    kept("an exponent bit for one of the fraction", "attention[kv_f8_e4m3,gqa*", KEPT_V,
+    kept("an exponent bit for one of the fraction", "attention[kv_f8_e4m3,copied*", KEPT_V,
          'self.v[pages, offsets] = kept(v, "f8_e5m2")'),
     kept("what is beyond the range is no number", "attention[kv_f8_e4m3,beyond_range*", KEPT_V,
          "self.v[pages, offsets] = np.where(np.abs(v) > 464, np.nan, kept(v, self.dtype))"),
     kept("one scale for all vectors", "attention[kv_i8,*", KEPT_V, "self.v[pages, offsets] = np.rint(v * 16) / 16"),
-    kept("codes are cut off", "attention[kv_f8_e5m2,gqa*", KEPT_V,
+    kept("codes are cut off", "attention[kv_f8_e5m2,copied*", KEPT_V,
          "left = kept(v, self.dtype)\n        self.v[pages, offsets] = np.where(abs(left) > abs(v), "
          "kept(left - 0.1 * left, self.dtype), left)"),
     kept("scales stay where they were", "attention[kv_i8,copied_pages*", "part[list(dst)] = part[list(src)]",

@@ -76,6 +76,10 @@ class ByName(Good):
         return waiting
 
 
+class Inherited(Contract):
+    def order(self, waiting, now): ...
+
+
 class Open(Good):
     def order(self, waiting, **more):
         return waiting
@@ -87,6 +91,7 @@ class Open(Good):
     (Short, ["order() lacks the parameters now", "clear(self) is missing"]),
     (Demanding, ["order() requires parameters that nobody passes: budget"]),
     (Swapped, ["order() takes its parameters in another order: self, now, waiting"]),
+    (Inherited, ["clear(self) is missing"]),
     (ByName, ["order() takes by name only what is passed by position: now"]),
     (object, ["order(self, waiting, now) is missing", "clear(self) is missing"]),
 ])
@@ -96,3 +101,47 @@ def test_every_gap_is_named_at_once(entry, gaps):
         with pytest.raises(RegistrationError) as caught:
             registry().register("x", entry)
         assert all(gap in str(caught.value) for gap in gaps)
+
+
+class Eager(Protocol):
+    def draw(self, rows, count=1, *, seed=None): ...
+
+
+class Needy:
+    def draw(self, rows, count, seed):
+        return rows
+
+
+class Proxy:
+    """Passes everything on, as wrappers do."""
+
+    def __init__(self, inner):
+        self._inner = inner
+
+    def __getattr__(self, name):
+        return getattr(self._inner, name)
+
+
+class Narrow:
+    def draw(self, rows):
+        return rows
+
+
+def test_what_may_be_left_out_is_not_required():
+    assert signature_gaps(Needy, Eager, ("draw",)) == ["draw() requires what may be left out: count, seed"]
+
+
+def test_parameters_that_a_contract_got_later_may_be_missing():
+    assert signature_gaps(Narrow, Eager, ("draw",)) == ["draw() lacks the parameters count, seed"]
+    assert signature_gaps(Narrow, Eager, ("draw",), ["draw.count", "draw.seed"]) == []
+
+
+def test_an_object_is_looked_at_as_its_class_is():
+    """Also one that passes its methods on, and one that has nothing but the contract's."""
+    for entry in (Good, Short, Demanding, Swapped, ByName, Inherited):
+        methods = ("order", "clear")
+        want = [gap.replace("another order: self, ", "another order: ") for gap in
+                signature_gaps(entry, Contract, methods)]
+        assert signature_gaps(entry(), Contract, methods) == want
+    assert signature_gaps(Proxy(Good()), Contract, ("order", "clear")) == []
+    assert signature_gaps(Proxy(Short()), Contract, ("order", "clear"))[1] == "clear(self) is missing"

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
-from ..core import manifests
+from ..core import contract, manifests
 from ..core.platform import FEATURES, SERVED, Buckets, Manifest, Unsupported
 from ..core.quant.formats import FORMATS
 from ..core.registry import RegistrationError
@@ -121,8 +122,22 @@ def check_returns(context: Context) -> None:
     check_values(got[:2] if isinstance(got, np.ndarray) else got, values, 1e-4, "collect")
 
 
+def check_forward_ops(context: Context) -> None:
+    """The object that a forward is called with has every op, with the parameters that models pass."""
+    manifest = context.manifest
+    page = context.page_size()
+    memory = context.platform.alloc(replace(state(manifest.kv_dtypes[0], 2), page_size=page), 2)
+    try:
+        called, _ = contract.check_ops(context.platform, manifest, memory, page)
+    except RegistrationError as error:
+        raise Wrong(str(error)) from error
+    if not called:
+        raise Wrong("a step of one token was launched and collected, and its forward not called")
+
+
 CHECKS: dict[str, Callable[[Context], None]] = {
-    "words": check_words, "file": check_file, "supports": check_supports, "returns": check_returns}
+    "words": check_words, "file": check_file, "supports": check_supports, "returns": check_returns,
+    "ops": check_forward_ops}
 
 
 def cases() -> Iterator[Case]:

@@ -218,7 +218,6 @@ def attention_cases(dtype: str) -> Iterator[OpCase]:
 def kv_cases(dtype: str, kv: str) -> Iterator[OpCase]:
     """K and V kept in another dtype than is computed in. beyond_range: values larger than it holds, small scores."""
     nmse = kv_nmse(dtype, kv)
-    yield case(f"kv_{kv},gqa", Shape(6, 2, 32, 16, kv=kv), dtype, nmse=nmse)
     yield case(f"kv_{kv},copied_pages", Shape(4, 2, 32, 16, kv=kv), dtype, move=copied, nmse=nmse)
     yield case(f"kv_{kv},exported_pages", Shape(4, 2, 32, 4, kv=kv), dtype, move=exported, nmse=nmse,
                features=("export_pages",))
