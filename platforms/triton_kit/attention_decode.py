@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import torch
 
-from .attention_launch import ELEMENT_BYTES, configuration, per_tile, run
+from .attention_launch import ELEMENT_BYTES, configuration, per_tile, run, unsupported
 from .launch import Specialization
 from .paged import PagedKV, check_attention
 from .tiles import Tile, decode_tile
@@ -36,12 +36,13 @@ def decode_attention(
     """q [rows * queries, heads, d] -> (out [rows * queries, heads, dv] in q's dtype, lse [.., heads] f32 or None).
 
     Row b owns the tokens b * queries .. (b + 1) * queries, the last of its context of lengths [rows] int32 tokens in
-    pages [rows, P] int32; their K and V are in the pages already. A row of length 0 gives zeros and lse -inf (or its sink).
+    pages [rows, P] int32; their K and V are in the pages already. A row of length 0 gives zeros and lse -inf
+    (or its sink).
     scale, window, softcap: as in `AttentionSpec`.  sinks [heads]: logits that only add to the denominator.
     splits: from `plan_splits`.  tile: from `tiles.decode_tile`.
     tree [tokens] int64: bit j of a token's word = it sees the row's token j of this step; 0 = causal. With it
     positions [tokens] int32. Raises ValueError for what does not fit.
-    Sources: Dao et al. 2023 (Flash-Decoding), Kwon et al. 2023 (PagedAttention), Gu et al. 2024 (sinks: Xiao et al. 2024).
+    Sources: Dao et al. 2023 (Flash-Decoding), Kwon et al. 2023 (PagedAttention), Xiao et al. 2024 (sinks).
     """
     check_attention(q, kv, pages, lengths)
     if q.shape[0] != lengths.shape[0] * queries:
@@ -53,30 +54,30 @@ def decode_attention(
                scale, tile, splits, window, softcap, sinks, tree, positions, with_lse)
 
 
-CASES = (  # head dim, group, page size, q, kv, format
-    (64, 4, 16, "bf16", "bf16", "native"), (64, 8, 64, "fp16", "fp16", "native"),
-    (64, 3, 16, "fp32", "fp32", "native"), (128, 4, 16, "bf16", "bf16", "native"),
-    (128, 8, 64, "bf16", "bf16", "native"), (128, 4, 16, "fp16", "fp16", "native"),
-    (128, 4, 16, "fp32", "fp32", "native"), (128, 8, 16, "bf16", "u8", "e4m3"), (128, 8, 64, "bf16", "u8", "e4m3"),
-    (128, 8, 16, "bf16", "i8", "int8"), (256, 4, 16, "bf16", "bf16", "native"), (256, 4, 64, "bf16", "u8", "e4m3"),
+CASES = (  # head dim, group, page size, q, kv, format, with splits
+    (64, 4, 16, "bf16", "bf16", "native", True), (64, 8, 64, "fp16", "fp16", "native", False),
+    (64, 3, 16, "fp32", "fp32", "native", False), (128, 4, 16, "bf16", "bf16", "native", False),
+    (128, 4, 16, "bf16", "bf16", "native", True), (128, 8, 64, "bf16", "bf16", "native", True),
+    (128, 4, 16, "fp32", "fp32", "native", True), (128, 8, 16, "bf16", "u8", "e4m3", True),
+    (128, 8, 64, "bf16", "u8", "e4m3", True), (128, 8, 16, "bf16", "i8", "int8", True),
+    (256, 4, 16, "bf16", "bf16", "native", True), (256, 4, 64, "bf16", "u8", "e4m3", True),
 )
+SPLIT: dict[str, object] = {"SPLIT": True, "lse_ptr": "given"}
+EXTRAS: dict[str, dict[str, object]] = {
+    " window cap": {"WINDOWED": True, "CAPPED": True}, " window sinks": {"WINDOWED": True, "sinks_ptr": "given"}}
 
 
 def specializations() -> list[Specialization]:
-    """Decode as the platforms run it: each case with and without splits; window, soft cap, sinks and trees once."""
+    """Decode as the platforms run it; window, soft cap, sinks and a tree once each."""
     found = []
-    for width, group, page, q, kv, form in CASES:
-        variants: dict[str, dict[str, object]] = {"": {}, " split": {"SPLIT": True, "lse_ptr": "given"}}
-        if (width, q, kv, page) == (128, "bf16", "bf16", 16):
-            variants[" window cap"] = {"WINDOWED": True, "CAPPED": True}
-            variants[" sinks"] = {"WINDOWED": True, "sinks_ptr": "given"}
-        for variant, case in variants.items():
-            found += per_tile(
-                lambda tile, a=(group, width, page, q, kv, form), n=variant, c=case: configuration(
-                    f"decode {a[3]}/{a[5] if a[5] != 'native' else a[4]} d{a[1]} g{a[0]} p{a[2]}{n}", 1, *a, tile, **c),
-                lambda family, g=group, w=width, b=ELEMENT_BYTES[kv]: decode_tile(family, g, 1, w, b))
-    tree = {"SPLIT": True, "lse_ptr": "given", "tree_ptr": "given", "positions_ptr": "given"}
+    wanted = [(case[:6], " split" if case[6] else "", SPLIT if case[6] else {}) for case in CASES]
+    wanted += [((128, 4, 16, "bf16", "bf16", "native"), name, extra) for name, extra in EXTRAS.items()]
+    for (width, group, page, q, kv, form), variant, extra in wanted:
+        found += per_tile(
+            lambda tile, a=(group, width, page, q, kv, form), n=variant, c=extra: configuration(f"decode{n}", 1, *a,
+                                                                                               tile, **c),
+            lambda family, g=group, w=width, b=ELEMENT_BYTES[kv]: decode_tile(family, g, 1, w, b), unsupported(q))
     found += per_tile(
-        lambda tile: configuration("decode bf16 d128 g4 p16 tree", 4, 4, 128, 16, "bf16", "bf16", "native", tile,
-                                   **tree), lambda family: decode_tile(family, 4, 4, 128, 2))
+        lambda tile: configuration("decode tree", 4, 4, 128, 16, "bf16", "bf16", "native", tile, tree_ptr="given",
+                                   positions_ptr="given", **SPLIT), lambda family: decode_tile(family, 4, 4, 128, 2))
     return found

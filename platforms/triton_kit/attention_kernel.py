@@ -185,7 +185,7 @@ def attention_kernel(
         v_scales_ptr += kv_head * s_head
     pages_ptr += row.to(tl.int64) * pages_row
     whole = begin
-    if not WINDOWED:
+    if QUERIES == 0 and not WINDOWED:  # prompts: most blocks need no mask; decode waits for memory anyway
         whole = tl.maximum(tl.minimum(tl.maximum(common, 0) // KEYS * KEYS, end // KEYS * KEYS), begin)
         peak, total, acc = walk(
             q, peak, total, acc, begin, whole, low, high, base, at, tree, tree_positions_ptr, k_ptr, v_ptr,

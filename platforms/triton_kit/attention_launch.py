@@ -84,17 +84,27 @@ def configuration(name: str, queries: int, group: int, width: int, page: int, q:
         constants |= {"tiles_ptr": None, "starts_ptr": None}
     constants |= case
     constants = {key: value for key, value in constants.items() if value != "given"}
-    return Specialization(f"{name} {tile.label}", attention_kernel, signature(q, kv, constants), constants, tile.warps,
-                          tile.stages)
+    stored = kv if form == "native" else form
+    return Specialization(f"{name} {q}/{stored} d{width} g{group} p{page} {tile.label}", attention_kernel,
+                          signature(q, kv, constants), constants, tile.warps, tile.stages)
+
+
+def unsupported(dtype: str) -> dict[str, str]:
+    """Reasons by prefix of family why attention does not run in this dtype there."""
+    if dtype == "fp32":
+        return {"gfx1": "no matrix unit for float32: the operands would not fit the registers"}
+    return {}
 
 
 def per_tile(make: Callable[[Tile], Specialization], tile_of: Callable[[str], Tile],
-             unsupported: dict[str, str] | None = None) -> list[Specialization]:
+             refused: dict[str, str] | None = None) -> list[Specialization]:
     """`make` for each tile that the device families choose, each to be compiled for the families that choose it."""
+    refused = refused or {}
+    tiles = {family: tile_of(family) for family in TARGETS if not family.startswith(tuple(refused))}
     found = []
-    for tile in dict.fromkeys(tile_of(family) for family in TARGETS):
-        others = {family: f"its tile is {tuple(tile_of(family))}" for family in TARGETS if tile_of(family) != tile}
+    for tile in dict.fromkeys(tiles.values()):
+        others = {family: f"its tile is {other.label}" for family, other in tiles.items() if other != tile}
         made = make(tile)
         found.append(Specialization(made.name, made.kernel, made.signature, made.constants, tile.warps, tile.stages,
-                                    unsupported=others | (unsupported or {})))
+                                    unsupported=others | refused))
     return found

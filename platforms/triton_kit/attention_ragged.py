@@ -4,7 +4,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from .attention_launch import configuration, per_tile, run
+from .attention_launch import ELEMENT_BYTES, configuration, per_tile, run, unsupported
 from .launch import Specialization
 from .paged import PagedKV, check_attention
 from .tiles import Tile, ragged_tile
@@ -70,26 +70,24 @@ def ragged_attention(
 
 CASES = (  # head dim, group, page size, q, kv, format
     (64, 3, 16, "bf16", "bf16", "native"), (64, 8, 64, "fp16", "fp16", "native"),
-    (64, 3, 16, "fp32", "fp32", "native"), (128, 4, 16, "bf16", "bf16", "native"),
-    (128, 4, 64, "bf16", "bf16", "native"), (128, 4, 16, "fp16", "fp16", "native"),
-    (128, 4, 16, "fp32", "fp32", "native"), (128, 4, 16, "bf16", "u8", "e4m3"), (128, 4, 64, "bf16", "u8", "e4m3"),
+    (128, 4, 16, "bf16", "bf16", "native"), (128, 4, 64, "bf16", "bf16", "native"),
+    (128, 4, 16, "fp32", "fp32", "native"), (128, 4, 16, "bf16", "u8", "e4m3"),
     (128, 8, 16, "bf16", "i8", "int8"), (256, 4, 16, "bf16", "bf16", "native"), (256, 4, 64, "bf16", "u8", "e4m3"),
 )
+EXTRAS: dict[str, dict[str, object]] = {
+    " window cap": {"WINDOWED": True, "CAPPED": True},
+    " window sinks lse": {"WINDOWED": True, "sinks_ptr": "given", "lse_ptr": "given"},
+    " tree": {"tree_ptr": "given", "positions_ptr": "given"}, " split": {"SPLIT": True, "lse_ptr": "given"}}
 
 
 def specializations() -> list[Specialization]:
-    """Prompts as the platforms run them; window, soft cap, sinks, trees and splits once."""
+    """Prompts as the platforms run them; window, soft cap, sinks, trees and splits once each."""
     found = []
-    for width, group, page, q, kv, form in CASES:
-        variants: dict[str, dict[str, object]] = {"": {}}
-        if (width, q, kv, page) == (128, "bf16", "bf16", 16):
-            variants[" window cap"] = {"WINDOWED": True, "CAPPED": True}
-            variants[" window sinks lse"] = {"WINDOWED": True, "sinks_ptr": "given", "lse_ptr": "given"}
-            variants[" tree"] = {"tree_ptr": "given", "positions_ptr": "given"}
-            variants[" split"] = {"SPLIT": True, "lse_ptr": "given"}
-        for variant, case in variants.items():
-            found += per_tile(
-                lambda tile, a=(group, width, page, q, kv, form), n=variant, c=case: configuration(
-                    f"ragged {a[3]}/{a[5] if a[5] != 'native' else a[4]} d{a[1]} g{a[0]} p{a[2]}{n}", 0, *a, tile, **c),
-                lambda family, w=width, b=4 if q == "fp32" else 2: ragged_tile(family, w, b))
+    wanted: list[tuple[tuple, str, dict[str, object]]] = [(case, "", {}) for case in CASES]
+    wanted += [((128, 4, 16, "bf16", "bf16", "native"), name, extra) for name, extra in EXTRAS.items()]
+    for (width, group, page, q, kv, form), variant, extra in wanted:
+        found += per_tile(
+            lambda tile, a=(group, width, page, q, kv, form), n=variant, c=extra: configuration(f"ragged{n}", 0, *a,
+                                                                                               tile, **c),
+            lambda family, w=width, b=ELEMENT_BYTES[q]: ragged_tile(family, w, b), unsupported(q))
     return found

@@ -179,14 +179,12 @@ COPY_WORDS = 2048
 def specializations() -> list[Specialization]:
     """Rope with the write for the head dims and formats that the platforms use; the write alone; the page copy."""
     found = []
-    for width, q, kv, form in ((64, "bf16", "bf16", "native"), (64, "fp16", "fp16", "native"),
-                               (128, "bf16", "bf16", "native"), (128, "fp16", "fp16", "native"),
-                               (128, "fp32", "fp32", "native"), (128, "bf16", "u8", "e4m3"),
-                               (128, "bf16", "i8", "int8"), (256, "bf16", "bf16", "native"),
-                               (256, "bf16", "u8", "e4m3")):
-        for page in (16, 64):
-            found.append(write_specialization(width, page, q, kv, form, rope=True))
-        found.append(write_specialization(width, 16, q, kv, form, rope=False))
+    for width, page, q, kv, form in ((64, 16, "bf16", "bf16", "native"), (64, 64, "fp16", "fp16", "native"),
+                                     (128, 16, "bf16", "bf16", "native"), (128, 64, "bf16", "bf16", "native"),
+                                     (128, 16, "fp32", "fp32", "native"), (128, 16, "bf16", "u8", "e4m3"),
+                                     (128, 16, "bf16", "i8", "int8"), (256, 16, "bf16", "bf16", "native")):
+        found.append(write_specialization(width, page, q, kv, form, rope=True))
+    found.append(write_specialization(128, 16, "bf16", "bf16", "native", rope=False))
     found.append(Specialization("copy_pages", copy_pages_kernel, {
         "memory_ptr": "*i32:16", "src_ptr": "*i32:16", "dst_ptr": "*i32:16", "words": "i32:16"},
         {"BLOCK": COPY_WORDS}, warps=4))

@@ -26,8 +26,9 @@ def merge_splits_kernel(part_ptr, part_lse_ptr, out_ptr, lse_ptr, sinks_ptr, spl
     peak = LOWEST
     total = 0.0
     if sinks_ptr is not None:
-        peak = tl.maximum(tl.load(sinks_ptr + head).to(tl.float32) * LOG2E, LOWEST)
-        total = 1.0
+        sink = tl.load(sinks_ptr + head).to(tl.float32) * LOG2E
+        peak = tl.maximum(sink, LOWEST)
+        total = tl.exp2(sink - peak)
     acc = tl.zeros((PADDED,), tl.float32)
     for start in range(0, splits, CHUNK):
         s = start + tl.arange(0, CHUNK)
@@ -60,8 +61,8 @@ def merge_states_kernel(a_ptr, a_lse_ptr, b_ptr, b_lse_ptr, out_ptr, lse_ptr,
     b_weight = tl.exp2((b_lse - peak) * LOG2E)
     total = a_weight + b_weight
     safe = tl.where(total > 0, total, 1.0)
-    a = tl.load(a_ptr + place * WIDTH + d, mask=(d < WIDTH) & (a_weight > 0), other=0.0).to(tl.float32)
-    b = tl.load(b_ptr + place * WIDTH + d, mask=(d < WIDTH) & (b_weight > 0), other=0.0).to(tl.float32)
+    a = tl.load(a_ptr + place * WIDTH + d, mask=d < tl.where(a_weight > 0, WIDTH, 0), other=0.0).to(tl.float32)
+    b = tl.load(b_ptr + place * WIDTH + d, mask=d < tl.where(b_weight > 0, WIDTH, 0), other=0.0).to(tl.float32)
     out = (a * a_weight + b * b_weight) / safe
     tl.store(out_ptr + place * WIDTH + d, out.to(out_ptr.dtype.element_ty), mask=d < WIDTH)
     tl.store(lse_ptr + place, tl.where(total > 0, peak + tl.log(safe), float("-inf")))
@@ -105,20 +106,18 @@ def merge_states(o_a: torch.Tensor, lse_a: torch.Tensor, o_b: torch.Tensor, lse_
 def specializations() -> list[Specialization]:
     """What the platforms use: the head dims of common models, and MLA's latent."""
     found = []
-    for dtype in ("bf16", "fp16", "fp32"):
-        for width in (64, 128, 256, 512):
-            pointers = {"part_ptr": "*fp32:16", "part_lse_ptr": "*fp32:16", "out_ptr": f"*{dtype}:16"}
-            sizes = {"WIDTH": width, "PADDED": width, "CHUNK": merge_chunk(width)}
-            found.append(Specialization(
-                f"merge_splits {dtype} d{width}", merge_splits_kernel, pointers | {"splits": "i32"},
-                sizes | {"lse_ptr": None, "sinks_ptr": None}, warps=4))
-    states = {name: "*bf16:16" for name in ("a_ptr", "b_ptr", "out_ptr")}
-    states |= {name: "*fp32:16" for name in ("a_lse_ptr", "b_lse_ptr", "lse_ptr")}
-    for width in (64, 128, 256):
-        found.append(Specialization(f"merge_states bf16 d{width}", merge_states_kernel, states,
-                                    {"WIDTH": width, "PADDED": width}, warps=1))
+    for dtype, width in (("bf16", 64), ("bf16", 128), ("bf16", 256), ("bf16", 512), ("fp16", 128), ("fp32", 128)):
+        pointers = {"part_ptr": "*fp32:16", "part_lse_ptr": "*fp32:16", "out_ptr": f"*{dtype}:16"}
+        sizes = {"WIDTH": width, "PADDED": width, "CHUNK": merge_chunk(width)}
+        found.append(Specialization(
+            f"merge_splits {dtype} d{width}", merge_splits_kernel, pointers | {"splits": "i32"},
+            sizes | {"lse_ptr": None, "sinks_ptr": None}, warps=4))
     found.append(Specialization(
         "merge_splits bf16 d64 sinks lse", merge_splits_kernel,
         {"part_ptr": "*fp32:16", "part_lse_ptr": "*fp32:16", "out_ptr": "*bf16:16", "lse_ptr": "*fp32:16",
          "sinks_ptr": "*fp32:16", "splits": "i32"}, {"WIDTH": 64, "PADDED": 64, "CHUNK": merge_chunk(64)}, warps=4))
+    states = {name: "*bf16:16" for name in ("a_ptr", "b_ptr", "out_ptr")}
+    states |= {name: "*fp32:16" for name in ("a_lse_ptr", "b_lse_ptr", "lse_ptr")}
+    found.append(Specialization("merge_states bf16 d128", merge_states_kernel, states, {"WIDTH": 128, "PADDED": 128},
+                                warps=1))
     return found

@@ -23,29 +23,6 @@ LOG2E = math.log2(math.e)
 
 
 @triton.jit
-def latent_walk(q, q_rope, peak, total, acc, begin, end, high, at, cache_ptr, pages_ptr, c_page, c_token, scale,
-                FORMAT: tl.constexpr, MASKED: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr,
-                LATENT: tl.constexpr, ROPE: tl.constexpr, PRECISION: tl.constexpr):
-    """Keys begin .. end into the running softmax; MASKED is False only for keys that every row sees."""
-    for start in range(begin, end, KEYS):
-        n = start + tl.arange(0, KEYS)
-        inside = n < high
-        page, offset = locate(pages_ptr, start, n, inside, PAGE, KEYS, MASKED)
-        token = page * c_page + offset * c_token
-        latent = decode(load_rows(cache_ptr, token, inside, tl.arange(0, LATENT), LATENT, LATENT, MASKED), q.dtype,
-                        FORMAT)
-        rope = decode(load_rows(cache_ptr + LATENT, token, inside, tl.arange(0, ROPE), ROPE, ROPE, MASKED), q.dtype,
-                      FORMAT)
-        scores = tl.dot(q, tl.trans(latent), input_precision=PRECISION)
-        scores = tl.dot(q_rope, tl.trans(rope), scores, input_precision=PRECISION) * scale
-        if MASKED:
-            scores = tl.where((n[None, :] <= at[:, None]) & inside[None, :], scores, float("-inf"))
-        weights, factor, peak, total = accumulate(scores, peak, total)
-        acc = tl.dot(weights.to(q.dtype), latent, acc * factor[:, None], input_precision=PRECISION)
-    return peak, total, acc
-
-
-@triton.jit
 def mla_kernel(q_ptr, cache_ptr, out_ptr, lse_ptr, lengths_ptr, pages_ptr, heads, splits, scale, v_scale, c_page,
                c_token, pages_row, QUERIES: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, PAGE: tl.constexpr,
                LATENT: tl.constexpr, ROPE: tl.constexpr, FORMAT: tl.constexpr, SPLIT: tl.constexpr,
@@ -64,17 +41,23 @@ def mla_kernel(q_ptr, cache_ptr, out_ptr, lse_ptr, lengths_ptr, pages_ptr, heads
 
     share = tl.cdiv(tl.cdiv(length, KEYS), splits) * KEYS
     begin = split * share
-    end = tl.minimum(begin + share, length)
-    common = tl.maximum(length - QUERIES + 1, 0)
-    whole = tl.maximum(tl.minimum(common // KEYS * KEYS, end // KEYS * KEYS), begin)
     peak = tl.full((ROWS,), LOWEST, tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, LATENT), tl.float32)
     pages_ptr += row.to(tl.int64) * pages_row
-    peak, total, acc = latent_walk(q, q_rope, peak, total, acc, begin, whole, length, at, cache_ptr, pages_ptr, c_page,
-                                   c_token, scale, FORMAT, False, PAGE, KEYS, LATENT, ROPE, PRECISION)
-    peak, total, acc = latent_walk(q, q_rope, peak, total, acc, whole, end, length, at, cache_ptr, pages_ptr, c_page,
-                                   c_token, scale, FORMAT, True, PAGE, KEYS, LATENT, ROPE, PRECISION)
+    for start in range(begin, tl.minimum(begin + share, length), KEYS):
+        n = start + tl.arange(0, KEYS)
+        inside = n < length
+        page, offset = locate(pages_ptr, start, n, inside, PAGE, KEYS, True)
+        token = page * c_page + offset * c_token
+        latent = load_rows(cache_ptr, token, inside, tl.arange(0, LATENT), LATENT, LATENT, True)
+        rope = load_rows(cache_ptr + LATENT, token, inside, tl.arange(0, ROPE), ROPE, ROPE, True)
+        latent = decode(latent, q.dtype, FORMAT)
+        scores = tl.dot(q_rope, tl.trans(decode(rope, q.dtype, FORMAT)), input_precision=PRECISION)
+        scores = tl.dot(q, tl.trans(latent), scores, input_precision=PRECISION) * scale
+        scores = tl.where((n[None, :] <= at[:, None]) & inside[None, :], scores, float("-inf"))
+        weights, factor, peak, total = accumulate(scores, peak, total)
+        acc = tl.dot(weights.to(q.dtype), latent, acc * factor[:, None], input_precision=PRECISION)
 
     safe = tl.where(total > 0, total, 1.0)
     acc *= (v_scale / safe)[:, None]
