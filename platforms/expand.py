@@ -253,17 +253,24 @@ E2M1 = _small_floats(2, 1, 6)
 E4M3 = _small_floats(4, 3, np.nan)
 E8M0 = np.append(np.ldexp(np.float32(1), np.arange(255) - 127), np.float32(np.nan))
 
-# Format -> bits of a code, and the decoder of a matrix.
-SCALED: dict[str, tuple[int, Callable[[RawTensor], Scaled]]] = {
-    "awq4": (4, _awq), "int8": (8, _int8), "fp8": (8, _fp8), "fp8_128": (8, _fp8),
-    "mxfp4": (4, _fp4), "nvfp4": (4, _fp4), "nvfp4_div": (4, _fp4),
-    **{f"gptq{bits}{version}{order}": (bits, partial(_gptq, bits, not version)) for bits in (2, 3, 4, 8)
-       for version in ("", "_v2") for order in ("", "_act") if bits in (4, 8) or not order},
-    **{f"pack{bits}{zeros}{order}": (bits, partial(_pack, bits, bool(zeros))) for bits in (4, 8)
-       for zeros in ("", "_asym") for order in ("", "_act")},
+class Scheme(NamedTuple):
+    """Bits of a code, how many tensors lie beside the codes, and the decoder of a matrix."""
+
+    bits: int
+    beside: int
+    decode: Callable[[RawTensor], Scaled]
+
+
+SCALED = {
+    "awq4": Scheme(4, 2, _awq), "int8": Scheme(8, 1, _int8), "fp8": Scheme(8, 1, _fp8), "fp8_128": Scheme(8, 1, _fp8),
+    "mxfp4": Scheme(4, 1, _fp4), "nvfp4": Scheme(4, 2, _fp4), "nvfp4_div": Scheme(4, 2, _fp4),
+    **{f"gptq{bits}{version}{order}": Scheme(bits, 2 + bool(order), partial(_gptq, bits, not version))
+       for bits in (2, 3, 4, 8) for version in ("", "_v2") for order in ("", "_act") if bits in (4, 8) or not order},
+    **{f"pack{bits}{zeros}{order}": Scheme(bits, 1 + bool(zeros) + bool(order), partial(_pack, bits, bool(zeros)))
+       for bits in (4, 8) for zeros in ("", "_asym") for order in ("", "_act")},
 }
 # Those that are groups w = scale * code + minimum -> bits of a code.
-INTEGERS = {name: bits for name, (bits, _) in SCALED.items()
+INTEGERS = {name: scheme.bits for name, scheme in SCALED.items()
             if name.startswith(("awq", "gptq", "pack", "int")) and not name.endswith("_act")}
 
 
@@ -302,7 +309,7 @@ CODECS = {
        for name, (bits, group) in PACKED.items()},
     "f8_e4m3": Codec(1, 1, lambda values: E4M3[values]),
     "f8_e8m0": Codec(1, 1, lambda values: E8M0[values]),
-    **{name: Codec(8, bits, None) for name, (bits, _) in SCALED.items()},
+    **{name: Codec(8, scheme.bits, None, scheme.beside) for name, scheme in SCALED.items()},
 }
 
 
@@ -310,14 +317,17 @@ def _matrices(raw: RawTensor) -> list[Scaled]:
     """The matrices of a format of `SCALED`: one, or that of each expert."""
     if len(raw.shape) > 2:
         return [matrix for part in _apart(raw) for matrix in _matrices(part)]
-    bits, decode = SCALED[raw.dtype]
+    bits, beside, decode = SCALED[raw.dtype]
+    where = f"{raw.dtype} tensor of shape {raw.shape}"
     size, held = np.prod(raw.shape, dtype=np.int64) * bits, memoryview(raw.data).nbytes
     if len(raw.shape) != 2 or held * 8 != size:
-        raise ValueError(f"{raw.dtype} tensor of shape {raw.shape} takes {size / 8:g} bytes, not {held}")
+        raise ValueError(f"{where} takes {size / 8:g} bytes, not {held}")
+    if len(raw.extra) != beside:
+        raise ValueError(f"{where} needs {beside} tensors beside it, not {len(raw.extra)}")
     matrix = decode(raw)
     groups = matrix.scale.shape[1]
     if matrix.order is None and matrix.width is None and (groups == 0 or raw.shape[1] % groups):
-        raise ValueError(f"{raw.dtype} tensor of shape {raw.shape} has {groups} groups, which do not divide its inputs")
+        raise ValueError(f"{where} has {groups} groups, which do not divide its inputs")
     return [matrix]
 
 

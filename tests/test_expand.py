@@ -4,15 +4,16 @@ from __future__ import annotations
 import gguf
 import numpy as np
 import pytest
+from isthmus.conformance import schemes
 from isthmus.core.platform import RawTensor, Unsupported, WeightSpec
-from isthmus.core.quant.formats import FORMATS
+from isthmus.core.quant.formats import FORMATS, nbytes
 from isthmus.platforms import expand as module
 from isthmus.platforms.expand import AFFINE, CODECS, INTEGERS, PACKED, SCALED, affine, expand, group_of, group_size
 from isthmus.platforms.experts import by_expert
 
 from .tiny_mlx import packed
 
-BLOCKS = [name for name, codec in CODECS.items() if codec.elements > 1 and not codec.beside and name not in SCALED]
+BLOCKS = [name for name, codec in CODECS.items() if codec.elements > 1 and not codec.beside]
 
 
 def random_bytes(name: str, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
@@ -106,6 +107,43 @@ def test_equals_mlx(name: str) -> None:
     np.testing.assert_allclose(got, np.array(mx.dequantize(codes, scale, bias, group, bits)), rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", SCALED)
+def test_formats_of_schemes(name: str) -> None:
+    for shape in ((40, 192), (3, 32, 128)):
+        raw, values = schemes.quantized(np.random.default_rng(0), name, shape)
+        assert nbytes(name, shape) == raw.data.nbytes and len(FORMATS[name].beside) == len(raw.extra)
+        got = expand(raw)
+        np.testing.assert_allclose(got, values, rtol=2e-7, atol=0)
+        if name in INTEGERS:
+            group = group_of(raw)
+            codes, scale, minimum = affine(raw)
+            assert codes.shape == shape and scale.shape == minimum.shape == (*shape[:-1], shape[-1] // group)
+            assert codes.dtype == (np.int8 if name == "int8" else np.uint8) and INTEGERS[name] == FORMATS[name].bits
+            np.testing.assert_array_equal(codes * np.repeat(scale, group, -1) + np.repeat(minimum, group, -1), got)
+
+
+@pytest.mark.parametrize("name", ["awq4", "gptq3", "pack4_act", "fp8_128", "nvfp4"])
+def test_chunks_of_schemes_give_the_same_as_one_piece(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = schemes.quantized(np.random.default_rng(1), name, (300, 192) if name == "fp8_128" else (320, 192))[0]
+    whole = expand(raw)
+    monkeypatch.setattr(module, "CHUNK", 1000)
+    np.testing.assert_array_equal(expand(raw), whole)
+
+
+def test_bits_of_small_floats() -> None:
+    for name, exponent, mantissa in (("f8_e4m3", 4, 3), ("f8_e8m0", 8, 0)):
+        got = expand(RawTensor(name, (256,), np.arange(256, dtype=np.uint8)))
+        for code in range(256):
+            sign, power, part = code >> 7, code >> mantissa & (1 << exponent) - 1, code & (1 << mantissa) - 1
+            if name == "f8_e8m0":
+                want = np.nan if code == 255 else 2.0 ** (code - 127)
+            elif code & 127 == 127:
+                want = np.nan
+            else:
+                want = (-1) ** sign * (part / 8 * 2.0 ** -6 if power == 0 else (1 + part / 8) * 2.0 ** (power - 7))
+            np.testing.assert_equal(got[code], np.float32(want))
+
+
 def test_experts_one_by_one_whichever_way_they_are_kept() -> None:
     draw = np.random.default_rng(0)
     parts = [(draw.integers(0, 16, (3, rows, 64)), *(draw.normal(size=(3, rows, 2)).astype("f4") for _ in "sb"))
@@ -136,6 +174,10 @@ def test_the_result_owns_its_memory() -> None:
     (RawTensor("affine4_32", (2, 64), np.zeros(64, np.uint8)), r"beside it \[\(2, 2\), \(2, 2\)\], not \[\]"),
     (packed("affine4_64", np.zeros((2, 64), int), np.zeros((2, 1)), np.zeros((2, 2))), r"\(2, 1\).*not.*\(2, 2\)"),
     (RawTensor("f32", (1,), np.zeros(4, np.uint8), (RawTensor("f32", (1,), np.zeros(4, np.uint8)),)), "nothing, not"),
+    (RawTensor("awq4", (8, 8), np.zeros(31, np.uint8)), "takes 32 bytes, not 31"),
+    (RawTensor("int8", (2, 8), np.zeros(16, np.uint8), (RawTensor("f32", (2, 3), np.zeros(24, np.uint8)),)),
+     "3 groups, which do not divide"),
+    (RawTensor("awq4", (8, 8), np.zeros(32, np.uint8)), "2 tensors beside"),
 ])
 def test_bytes_must_fit_the_shape(raw: RawTensor, words: str) -> None:
     with pytest.raises(ValueError, match=words):
