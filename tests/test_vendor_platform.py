@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tomllib
 import venv
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ from isthmus.core import discovery, manifests, platform
 from isthmus.core.discovery import check_platform
 from isthmus.core.platform import INTERFACE_VERSION, SERVED, Ops, Platform, Sampling
 from isthmus.core.registry import RegistrationError
+from isthmus.platforms.reference import ops as reference_ops
 from isthmus.platforms.reference.platform import Platform as Reference
 from isthmus.platforms.reference.sampling import draw
 
@@ -205,6 +207,25 @@ def test_an_op_or_a_feature_of_a_later_version_is_answered_with_a_reason():
     for word in ("latent_attention", "telepathy"):
         assert "no op or feature" in Reference({}).supports(word, dtype="f32", novel=1)
     assert not hasattr(Ops, "latent_attention") and "telepathy" not in platform.FEATURES
+
+
+def test_a_platform_from_before_a_feature_was_added_needs_no_change(monkeypatch):
+    """It takes no bias of scores, knows no groups and rotates whole heads: what needs more is refused, all else runs.
+    """
+    class Before(Reference):
+        def probe(self, rank: int = 0, world: int = 1) -> platform.Manifest:
+            return replace(super().probe(rank, world), features=frozenset(platform.FEATURES) - {*platform.LATER})
+
+    def moe(self, x, router_logits, w13, w2, spec):
+        return today(self, x, router_logits, w13, w2, spec)
+    today = reference_ops.Ops.moe
+    monkeypatch.setattr(reference_ops.Ops, "moe", moe)
+    report = run_suite(Before, only=["moe[*f32]", "rope[*f32]", "model[mixtral,whole,f32]",
+                                     "model[glm4_moe,whole,f32]"])
+    left = {result.case.id for result in report.results if result.outcome is not Outcome.PASSED}
+    assert report.ok and left >= {"moe[bias,sigmoid,f32]", "moe[groups,softmax,f32]", "model[glm4_moe,whole,f32]"}
+    assert all(set(result.case.needs.features) & {*platform.LATER} for result in report.results
+               if result.case.id in left)
 
 
 # ---- with its library

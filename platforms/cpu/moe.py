@@ -43,7 +43,7 @@ def route(logits: torch.Tensor, spec: MoESpec, bias: Vector | None) -> tuple[tor
 
 
 def moe(x: torch.Tensor, logits: torch.Tensor, w13: Experts, w2: Experts, spec: MoESpec,
-        bias: Vector | None) -> torch.Tensor:
+        bias: Vector | None = None) -> torch.Tensor:
     """Tokens sorted by expert; only the used experts compute, each on its slice, and results are added up in float32.
 
     One product for each used expert is faster than `torch.nn.functional.grouped_mm` at every number of tokens, because

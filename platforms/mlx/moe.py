@@ -58,7 +58,8 @@ def route(logits: mx.array, spec: MoESpec, bias: Vector | None) -> tuple[mx.arra
     return chosen, weights * spec.scale
 
 
-def moe(x: mx.array, logits: mx.array, w13: Experts, w2: Experts, spec: MoESpec, bias: Vector | None) -> mx.array:
+def moe(x: mx.array, logits: mx.array, w13: Experts, w2: Experts, spec: MoESpec,
+        bias: Vector | None = None) -> mx.array:
     """Each (token, expert) pair is one row of a gathered product; the results are added up in float32."""
     chosen, weights = route(logits, spec, bias)
     pairs = chosen.flatten()

@@ -64,7 +64,7 @@ def route(logits: np.ndarray, spec: MoESpec, bias: Dense | None) -> tuple[np.nda
 
 
 def moe(x: np.ndarray, router_logits: np.ndarray, w13: Experts, w2: Experts, spec: MoESpec,
-        bias: Dense | None) -> np.ndarray:
+        bias: Dense | None = None) -> np.ndarray:
     chosen, weights = route(router_logits, spec, bias)
     out = np.zeros(x.shape, np.float64)
     for expert in np.unique(chosen):
