@@ -345,17 +345,18 @@ def draw_kernel(x, best, targets, temperature, uniform, top_k, top_p, min_p, val
             least = tl.full((), LOWEST, tl.int32)
             count = vocab + 0
             ties = vocab + 0
-            few = largest != largest
             collected = source
+            listed = tl.full((), -1, tl.int32)
+            if values is not None:
+                listed = tl.load(counts + row)
+                collected = values + row * CAPACITY
+            few = listed >= 0
             if values is not None:
                 k, p = limits(row, top_k, top_p, vocab)
-                number = tl.load(counts + row)
-                few = number >= 0
-                collected = values + row * CAPACITY
                 if (k > 0) | (p < 1):
                     total = tl.load(totals + row, mask=few, other=0)
                     lowest = key_of(tl.load(floors + row, mask=few, other=-float("inf")))
-                    count = tl.where(few, number, vocab)
+                    count = tl.where(few, listed, vocab)
                     if few == 0:
                         number, total, next, previous = divide(source, collected, count, few, lowest, largest, heat,
                                                                BLOCK)
