@@ -1,0 +1,18 @@
+"""What NVIDIA GPUs compute with: FlashInfer where it is installed and takes the case, Triton's kernels, else torch."""
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from ..accelerator.device import Device
+from ..accelerator.kernels import Kernels
+
+FP8_UNITS = ("sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "sm_121")
+
+
+def make_kernels(device: Device, narrow: bool) -> Kernels:
+    """The kernels for this device. narrow: activations of 8-bit weights may be quantized."""
+    if find_spec("triton") is None:
+        return Kernels(device)
+    from ..triton_kit.kernels import TritonKernels
+    from ..triton_kit.weights import Policy
+    return TritonKernels(device, Policy("fn" if device.arch.startswith(FP8_UNITS) else "none", narrow))

@@ -1,0 +1,49 @@
+"""The platform of NVIDIA GPUs, whether or not there is one here; `platform` offers it where there is.
+
+torch calls AMD's GPUs by the same names, so `rocm` derives from this.
+"""
+from __future__ import annotations
+
+import torch
+
+from ...core.platform import Unavailable
+from ..accelerator.base import AcceleratorPlatform
+from ..accelerator.device import Device
+from ..accelerator.kernels import Kernels
+from .kernels import make_kernels
+
+OLDEST = (8, 0)  # Ampere: bf16 matrix units
+
+
+class CudaPlatform(AcceleratorPlatform):
+    """One rank on one NVIDIA GPU of compute capability 8.0 or later."""
+
+    name = "cuda"
+    options_known = (*AcceleratorPlatform.options_known, "activations")
+    kv_dtypes = ("bf16", "f16", "f32", "f8_e4m3", "f8_e5m2")
+
+    def claim(self, rank: int, world: int) -> Device:
+        if not torch.cuda.is_available():
+            raise Unavailable(f"torch {torch.__version__} finds no usable GPU: compare the driver's CUDA version in "
+                              "`nvidia-smi` with torch.version.cuda")
+        count = torch.cuda.device_count()
+        if rank >= count:
+            raise Unavailable(f"rank {rank} has no GPU: {count} are visible")
+        torch.cuda.set_device(rank)
+        self.check(torch.cuda.get_device_capability(rank))
+        facts = torch.cuda.get_device_properties(rank)
+        return Device(torch.device("cuda", rank), facts.name, self.arch(facts), facts.multi_processor_count,
+                      details=self.facts(facts))
+
+    def check(self, capability: tuple[int, int]) -> None:
+        if capability < OLDEST:
+            raise Unavailable(f"compute capability {capability[0]}.{capability[1]}: 8.0 (Ampere) or later is needed")
+
+    def arch(self, facts: object) -> str:
+        return f"sm_{facts.major}{facts.minor}"
+
+    def facts(self, facts: object) -> dict[str, str]:
+        return {"architecture": self.arch(facts), "CUDA": str(torch.version.cuda)}
+
+    def kernels(self, device: Device) -> Kernels:
+        return make_kernels(device, self.options.get("activations") == "8bit")

@@ -1,0 +1,112 @@
+"""The accelerator base's `Kernels` in Triton: what a GPU platform computes with unless it knows better."""
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from torch.nn import functional as F
+
+from ...core.platform import AttentionSpec, Bucket, RawTensor, RopeSpec, Sampling, WeightSpec
+from ..accelerator.attention import Composed, View
+from ..accelerator.device import Device
+from ..accelerator.kernels import Kernels
+from ..accelerator.quant import Leaf, Vector
+from ..accelerator.sampling import Sampled
+from . import activation, attention_decode, attention_ragged, kv_write, norm, rope, sampling
+from .paged import PagedKV, paged_kv
+from .tiles import Tile, decode_tile, ragged_tile
+from .weights import KEPT, Kept, Policy, load_weight
+
+NATIVE_FP8 = ("sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "gfx950", "gfx12")
+
+
+class Attention:
+    """Decode with split contexts and ragged prefill over the pages as they lie."""
+
+    name = "Triton kernels over pages"
+
+    def __init__(self, device: Device) -> None:
+        self.family, self.processors = device.arch, max(1, device.processors)
+        self.native_fp8 = device.arch.startswith(NATIVE_FP8)
+
+    def paged(self, cache: torch.Tensor) -> PagedKV:
+        return paged_kv(cache, native_fp8=self.native_fp8)
+
+    def ragged_tile(self, q: torch.Tensor) -> Tile:
+        return ragged_tile(self.family, q.shape[2], q.element_size())
+
+    def wants(self, q: torch.Tensor, cache: torch.Tensor, view: View) -> tuple[str, ...]:
+        if view.decode:
+            return ()
+        return (f"tiles.{attention_ragged.tokens_per_tile(self.ragged_tile(q), q.shape[1], cache.shape[3])}",)
+
+    def plan(self, view: View, name: str) -> np.ndarray:
+        host, each = view.host, int(name.removeprefix("tiles."))
+        return attention_ragged.plan_tiles(host.starts, host.lengths, len(host.tokens), each)
+
+    def whole(self, bucket: Bucket, page_size: int) -> str | None:
+        return None
+
+    def attend(self, q: torch.Tensor, cache: torch.Tensor, view: View, spec: AttentionSpec) -> torch.Tensor:
+        pages, lengths = view.fed["pages"], view.fed["lengths"]
+        case = {"scale": spec.scale, "window": spec.window, "softcap": spec.softcap}
+        if not view.decode:
+            (name,) = self.wants(q, cache, view)
+            return attention_ragged.ragged_attention(q, self.paged(cache), pages, lengths, view.fed["starts"],
+                                                     view.fed[name], tile=self.ragged_tile(q), **case)[0]
+        rows, kv_heads = len(lengths), cache.shape[3]
+        tile = decode_tile(self.family, q.shape[1] // kv_heads, 1, q.shape[2], cache.element_size())
+        splits = attention_decode.plan_splits(rows, kv_heads, pages.shape[1], view.page_size, self.processors)
+        tokens, q = len(q), q[:rows]
+        if len(q) < rows:  # fewer tokens than rows: the last rows are padding
+            pages, lengths = pages[:len(q)], lengths[:len(q)]
+        out, _ = attention_decode.decode_attention(q, self.paged(cache), pages, lengths, tile=tile, splits=splits,
+                                                   **case)
+        return out if len(out) == tokens else F.pad(out, (0, 0, 0, 0, 0, tokens - len(out)))
+
+
+class TritonKernels(Kernels):
+    """Every op by a kernel of this folder, on one device."""
+
+    kept = KEPT
+    fuses_rope = True
+
+    def __init__(self, device: Device, policy: Policy) -> None:
+        super().__init__(device)
+        self.policy = policy
+        self.backends = (Attention(device), Composed())
+        self.frequencies: dict[RopeSpec, torch.Tensor] = {}
+
+    def load(self, raws: Sequence[RawTensor], spec: WeightSpec, dtype: str) -> Leaf | Kept:
+        return load_weight(raws, spec, dtype, self.device, self.policy)
+
+    def write(self, cache: torch.Tensor, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        kv_write.write_kv(k, v, slots, self.backends[0].paged(cache))
+
+    def rope_write(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
+                   cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        return kv_write.rope_write(q, k, v, cos, sin, slots, self.backends[0].paged(cache))
+
+    def rms_norm(self, x: torch.Tensor, weight: Vector, eps: float) -> torch.Tensor:
+        return norm.rms_norm(x, weight.values, eps)
+
+    def angles(self, positions: torch.Tensor, spec: RopeSpec) -> tuple[torch.Tensor, torch.Tensor]:
+        if spec not in self.frequencies:
+            self.frequencies[spec] = rope.turns_of(spec.inv_freq, self.device.torch)
+        return rope.rope_tables(positions, self.frequencies[spec], spec.scale)
+
+    def rope(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        return rope.apply_rope(x, cos, sin)
+
+    def act_mul(self, gate: torch.Tensor, up: torch.Tensor, kind: str) -> torch.Tensor:
+        return activation.act_mul(gate, up, kind)
+
+    def sampling_arrays(self, sampling_: Sampling, targets: np.ndarray) -> dict[str, np.ndarray]:
+        return sampling.host_arrays(sampling_, len(targets)) | {"targets": targets}
+
+    def sample(self, logits: torch.Tensor, fed: Mapping[str, torch.Tensor], inputs: torch.Tensor, top: int | None,
+               scored: bool) -> Sampled:
+        found = sampling.sample(logits, fed["targets"], fed, inputs=inputs, top_logprobs=top)
+        scores = () if top is None else (found.logprobs, found.top_ids, found.top_logprobs)
+        return Sampled(found.tokens, scores)
