@@ -189,11 +189,11 @@ print("torch" in sys.modules)
 @pytest.mark.parametrize("name", quant.KEPT)
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
 def test_repacked_codes_are_the_same_numbers(name, dtype):
-    raw, _ = quantized(np.random.default_rng(1), name, (6, 256))
+    raw, _ = quantized(np.random.default_rng(1), name, (8, 256))
     leaf = quant.load_weight([raw], WeightSpec(("w",), "embed"), dtype, HOST)
     assert isinstance(leaf, quant.Affine) and leaf.scales.dtype == mx.float32
     exact = quant.Affine(leaf.packed, leaf.scales, leaf.biases, leaf.group, leaf.bits, mx.float32)
-    np.testing.assert_array_equal(np.array(exact.rows(mx.arange(6))), expand(raw))
+    np.testing.assert_array_equal(np.array(exact.rows(mx.arange(8))), expand(raw))
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
@@ -207,7 +207,9 @@ def test_codes_are_packed_as_mlx_packs_them(bits):
 
 @pytest.mark.parametrize("names,kept", [(("q4_1", "q4_0", "q4_k"), "int4 groups of 32"), (("q4_1", "q8_0"), "f32"),
                                         (("affine4_64", "affine4_64"), "int4 groups of 64"),
-                                        (("affine4_64", "affine4_32"), "f32")])
+                                        (("affine4_64", "affine4_32"), "f32"),
+                                        (("awq4", "awq4"), "int4 groups of 32"), (("int8",) * 2, "int8 groups of 128"),
+                                        (("gptq4_act",), "f32")])
 def test_stacked_parts_are_kept_when_one_kernel_can_serve_them(names, kept):
     rng = np.random.default_rng(2)
     raws = [quantized(rng, name, (16, 256))[0] for name in names]

@@ -3,8 +3,9 @@
 MLX packs codes of `bits` bits, the lowest first, into uint32 words along the input axis, with a scale and a bias for
 each group: w = scale * code + bias. Block formats whose groups have 32 weights are the same thing in another order, so
 they are repacked without loss: Q4_0 is (d, -8d), Q4_1 (d, m), Q5_0 (d, -16d), Q5_1 (d, m), Q4_K and Q5_K (d * s,
--dmin * m) of each group, Q8_0 (d, -128d) with codes moved up by 128. Layouts: the GGUF specification, and the
-documentation of `mlx.core.quantize`.
+-dmin * m) of each group, Q8_0 (d, -128d) with codes moved up by 128. So are AWQ, GPTQ and compressed-tensors in groups
+that are whole runs of 32 weights, as (scale, -zero * scale). Layouts: the GGUF specification, `core/quant/formats.py`,
+and the documentation of `mlx.core.quantize`.
 """
 from __future__ import annotations
 
@@ -15,14 +16,15 @@ import mlx.core as mx
 import numpy as np
 
 from ...core.platform import RawTensor, Unsupported, WeightSpec
-from ..expand import CODECS, PACKED, affine, expand
+from ..expand import CODECS, INTEGERS, PACKED, affine, expand, group_of
 from ..experts import by_expert
 
 DTYPES = {"f32": mx.float32, "bf16": mx.bfloat16, "f16": mx.float16}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 # Format -> bits of a code, in groups of 32.
 BLOCKS = {"q4_0": 4, "q4_1": 4, "q4_k": 4, "q5_0": 5, "q5_1": 5, "q5_k": 5, "q8_0": 8}
-KEPT = (*BLOCKS, *PACKED)
+KEPT = (*BLOCKS, *PACKED, *INTEGERS)
+GROUPS = (128, 64, 32)  # that MLX's kernels take
 MANY = 64  # tokens from which a host processor multiplies expanded values faster, measured
 SHARED = 1 << 19  # bytes of a matrix from which on its outputs are shared out among streams
 
@@ -193,7 +195,7 @@ def _matrix(experts: Sequence[Sequence[RawTensor]], dtype: str, device: Device,
 
     Kept as codes when all parts have the same bits and groups, so that one kernel call serves them.
     """
-    kinds = {_kind(raw.dtype) for parts in experts for raw in parts}
+    kinds = {_kind(raw) for parts in experts for raw in parts}
     if len(kinds) == 1 and None not in kinds:
         (bits, group), = kinds
         stored = {_scale_dtype(raw) for parts in experts for raw in parts}
@@ -212,14 +214,19 @@ def _matrix(experts: Sequence[Sequence[RawTensor]], dtype: str, device: Device,
     return Dense(mx.stack(rows) if stacked else rows[0])
 
 
-def _kind(name: str) -> tuple[int, int] | None:
-    """Bits and group of a format that is kept."""
-    return (BLOCKS[name], 32) if name in BLOCKS else PACKED.get(name)
+def _kind(raw: RawTensor) -> tuple[int, int] | None:
+    """Bits and group that a tensor is kept with; None: it is expanded."""
+    if raw.dtype in INTEGERS:
+        group = next((size for size in GROUPS if group_of(raw) % size == 0), None)
+        return group and (INTEGERS[raw.dtype], group)
+    return (BLOCKS[raw.dtype], 32) if raw.dtype in BLOCKS else PACKED.get(raw.dtype)
 
 
 def _scale_dtype(raw: RawTensor) -> str:
     """The narrowest dtype that holds a kept tensor's scales and biases as they are."""
-    return raw.extra[0].dtype if raw.extra else "f32" if raw.dtype in ("q4_k", "q5_k") else "f16"
+    if raw.dtype in PACKED:
+        return raw.extra[0].dtype
+    return "f32" if raw.dtype in ("q4_k", "q5_k", *INTEGERS) else "f16"
 
 
 def _packed(raw: RawTensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -229,9 +236,11 @@ def _packed(raw: RawTensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         scale, bias = map(expand, raw.extra)
         return words, scale, bias
     codes, scale, bias = affine(raw)
-    if raw.dtype == "q8_0":
-        codes, bias = codes.view(np.uint8) ^ np.uint8(128), np.float32(-128) * scale
-    return pack(codes, BLOCKS[raw.dtype]), scale, bias
+    if codes.dtype == np.int8:
+        codes, bias = codes.view(np.uint8) ^ np.uint8(128), bias - np.float32(128) * scale
+    bits, group = _kind(raw)
+    scale, bias = (np.repeat(part, codes.shape[-1] // part.shape[-1] // group, axis=-1) for part in (scale, bias))
+    return pack(codes, bits), scale, bias
 
 
 def pack(codes: np.ndarray, bits: int) -> np.ndarray:
