@@ -10,13 +10,21 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .fp8 import decode
+
+@triton.jit
+def narrow(x, dtype: tl.constexpr):
+    """float32 of eight significant bits or fewer in a shorter type: for bf16 nothing is to round, its bits are cut."""
+    if dtype == tl.bfloat16:
+        y = (x.to(tl.uint32, bitcast=True) >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    else:
+        y = x.to(dtype)
+    return y
 
 
 @triton.jit
 def whole(byte, dtype: tl.constexpr):
     """Integers 0..255 as floats without a conversion instruction (those are slow): 2^23 + n has n in its low bits."""
-    return ((byte.to(tl.uint32) | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0).to(dtype)
+    return narrow((byte.to(tl.uint32) | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0, dtype)
 
 
 @triton.jit
@@ -44,6 +52,13 @@ def e2m1(code):
     """Codes 0..15 of e2m1 as float32: its bits are those of a float up to the exponent's offset, subnormal too."""
     bits = code.to(tl.uint32)
     return (((bits & 8) << 28) | ((bits & 7) << 22)).to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2^126
+
+
+@triton.jit
+def e4m3(code):
+    """Bytes of e4m3 as float32, as `e2m1`; its NaN, which no weight has, reads as 480."""
+    bits = code.to(tl.uint32)
+    return (((bits & 0x80) << 24) | ((bits & 0x7F) << 20)).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
 
 
 @triton.jit
@@ -86,7 +101,7 @@ def plain(x_ptr, w_ptr, token, row, first, last, width, x_stride, EVEN: tl.const
             # Hopper adds fp8 products in 14 bits: no more than one step's before they go into float32.
             acc = tl.dot(w, x, acc, max_num_imprecise_acc=WIDTH)
         elif w.dtype == tl.uint8:
-            acc = tl.dot(decode(w, x.dtype, "e4m3"), x, acc, input_precision="ieee")
+            acc = tl.dot(narrow(e4m3(w), x.dtype), x, acc, input_precision="ieee")
         else:
             acc = tl.dot(w, x, acc, input_precision="ieee")
         x_at += WIDTH
@@ -115,7 +130,7 @@ def blocked(x_ptr, xs_ptr, w_ptr, ws_ptr, token, row, scale_row, first, last, wi
             scale = scale * tl.load(xs_ptr + token * xs_stride + step)[None, :]
             acc += tl.dot(w, x) * scale
         else:
-            acc += tl.dot(decode(w, x.dtype, "e4m3"), x, input_precision="ieee") * scale
+            acc += tl.dot(narrow(e4m3(w), x.dtype), x, input_precision="ieee") * scale
         x_at += 128
         w_at += 128
         k += 128
@@ -187,10 +202,10 @@ def affine(x_ptr, w_ptr, scale_ptr, second_ptr, token, row, first, last, width, 
 
 @triton.jit
 def nvfp4_values(code, scale_ptr, group, rows, row, dtype: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr):
-    """e2m1 times the e4m3 scale of its 16, up to 2^8: six bits, exact in bf16 and f16."""
+    """e2m1 times the e4m3 scale of its 16: six significant bits, exact in bf16 and f16."""
     scale = tl.load(scale_ptr + (group + tl.arange(0, HALF // 16))[None, :] * rows + row[:, None])
-    spread = tl.broadcast_to(decode(scale, tl.float32, "e4m3")[:, :, None], (ROWS, HALF // 16, 16))
-    return (e2m1(code) * tl.reshape(spread, (ROWS, HALF))).to(dtype)
+    spread = tl.broadcast_to(e4m3(scale)[:, :, None], (ROWS, HALF // 16, 16))
+    return narrow(e2m1(code) * tl.reshape(spread, (ROWS, HALF)), dtype)
 
 
 @triton.jit
@@ -214,9 +229,9 @@ def float4(x_ptr, w_ptr, scale_ptr, token, row, first, last, width, rows, x_stri
             acc = tl.dot(high, more, acc, input_precision="ieee")
         else:
             scale = e8m0(tl.load(scale_ptr + 2 * step * rows + row))
-            acc += scale[:, None] * tl.dot(e2m1(packed & 15).to(dtype), x, input_precision="ieee")
+            acc += scale[:, None] * tl.dot(narrow(e2m1(packed & 15), dtype), x, input_precision="ieee")
             scale = e8m0(tl.load(scale_ptr + (2 * step + 1) * rows + row))
-            acc += scale[:, None] * tl.dot(e2m1(packed >> 4).to(dtype), more, input_precision="ieee")
+            acc += scale[:, None] * tl.dot(narrow(e2m1(packed >> 4), dtype), more, input_precision="ieee")
         x_at += 2 * HALF
         w_at += tl.cast(rows, tl.int64) * HALF
         k += 2 * HALF
@@ -241,19 +256,14 @@ def product(x_ptr, xs_ptr, w_ptr, scale_ptr, second_ptr, token, row, scale_row, 
     elif KIND == "nvfp4":
         acc = float4(x_ptr, w_ptr, scale_ptr, token, row, first, last, width, rows, x_stride, 16, HALF, EVEN, ROWS,
                      TOKENS)
-        acc = acc * (tl.load(second_ptr + row) * 256.0)[:, None]  # 2^8: fp8.decode
+        acc = acc * tl.load(second_ptr + row)[:, None]
     elif KIND == "fp8_block" or KIND == "fp8_block_weight":
         acc = blocked(x_ptr, xs_ptr, w_ptr, scale_ptr, token, row, scale_row, first, last, width, x_stride, xs_stride,
                       EVEN, ROWS, TOKENS)
-        if KIND == "fp8_block_weight":
-            acc = acc * 256.0
     else:
         acc = plain(x_ptr, w_ptr, token, row, first, last, width, x_stride, EVEN, ROWS, TOKENS, WIDTH).to(tl.float32)
         if KIND != "dense":
-            scale = tl.load(scale_ptr + row)
-            if KIND == "fp8_weight":
-                scale = scale * 256.0
-            acc = acc * scale[:, None]
+            acc = acc * tl.load(scale_ptr + row)[:, None]
         if KIND == "int8" or KIND == "fp8":
             acc = acc * tl.load(xs_ptr + token * xs_stride)[None, :]
     return acc

@@ -99,7 +99,8 @@ def linear_tile(kind: str, tokens: int, width: int, rows: int, family: str = "sm
         splits = 1
         while 2 * splits <= most and programs * splits < 2 * units:
             splits *= 2
-        return Tile(64, across, step, splits, 4, _stages(family, deep=across < 64))
+        warps = 8 if _rdna(family) and across == 32 else 4
+        return Tile(64, across, step, splits, warps, _stages(family, deep=across < 64))
     if _rdna(family):
         return Tile(64, 64, step, 1, 8, 2)
     large = triton.cdiv(rows, 128) * triton.cdiv(tokens, 128) >= units and _holds_two_sums(kind, family)
@@ -114,7 +115,7 @@ def grouped_tile(kind: str, tokens: int, top_k: int, experts: int, family: str =
     if across == 128 and not _holds_two_sums(kind, family):
         across = 64
     if _rdna(family):
-        return Tile(64, min(across, 64), step, 1, 4 if across < 64 else 8, 2)
+        return Tile(64, min(across, 64), step, 1, 4 if across < 32 else 8, 2)
     if across <= 32:
         return Tile(64, across, step, 1, 4, _stages(family, deep=True))
     return Tile(128, across, step, 1, 8, _stages(family, deep=False))

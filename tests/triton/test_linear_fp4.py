@@ -25,7 +25,8 @@ def made(kind: str, rows: int, width: int):
         return codes, torch.from_numpy(exponents), None, values * 2.0 ** (exponents.astype(float) - 127).repeat(32, 1)
     scale = torch.from_numpy(rng.uniform(0.002, 448, (rows, width // 16)).astype(np.float32)).to(torch.float8_e4m3fn)
     scale[0, 0], scale[-1, -1] = 2.0 ** -9, 448  # the smallest, a subnormal number, and the largest
-    return codes, scale, torch.tensor(2e-3), values * scale.double().numpy().repeat(16, 1) * np.float64(np.float32(2e-3))
+    right = values * scale.double().numpy().repeat(16, 1) * float(np.float32(2e-3))
+    return codes, scale, torch.tensor(2e-3), right
 
 
 @pytest.mark.parametrize("kind", ["mxfp4", "nvfp4"])
