@@ -329,15 +329,15 @@ def kept(name: str, only: str, old: str, new: str, file: str = "attention", law:
 
 
 KEEPERS = [
-    kept("an exponent bit for one of the fraction", "attention[kv_f8_e4m3,copied*", KEPT_V,
+    kept("an exponent bit for one of the fraction", "attention[copied_pages,kv_f8_e4m3*", KEPT_V,
          'self.v[pages, offsets] = kept(v, "f8_e5m2")'),
-    kept("what is beyond the range is no number", "attention[kv_f8_e4m3,beyond_range*", KEPT_V,
+    kept("what is beyond the range is no number", "attention[beyond_range,kv_f8_e4m3*", KEPT_V,
          "self.v[pages, offsets] = np.where(np.abs(v) > 464, np.nan, kept(v, self.dtype))"),
-    kept("one scale for all vectors", "attention[kv_i8,*", KEPT_V, "self.v[pages, offsets] = np.rint(v * 16) / 16"),
-    kept("codes are cut off", "attention[kv_f8_e5m2,copied*", KEPT_V,
+    kept("one scale for all vectors", "attention[*,kv_i8*", KEPT_V, "self.v[pages, offsets] = np.rint(v * 16) / 16"),
+    kept("codes are cut off", "attention[copied_pages,kv_f8_e5m2*", KEPT_V,
          "left = kept(v, self.dtype)\n        self.v[pages, offsets] = np.where(abs(left) > abs(v), "
          "kept(left - 0.1 * left, self.dtype), left)"),
-    kept("scales stay where they were", "attention[kv_i8,copied_pages*", "part[list(dst)] = part[list(src)]",
+    kept("scales stay where they were", "attention[copied_pages,kv_i8*", "part[list(dst)] = part[list(src)]",
          "scale = np.abs(part[list(dst)]).max(-1, keepdims=True) / np.abs(part[list(src)]).max(-1, keepdims=True)\n"
          "                part[list(dst)] = part[list(src)] * scale", "platform"),
     kept("4 bits of 8", "model[llama,kv_i8", KEPT_V, "self.v[pages, offsets] = np.rint(v * 4) / 4", law="model"),

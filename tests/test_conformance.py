@@ -271,15 +271,12 @@ class OneCache(Vendor):
         return super().alloc(spec, pages)
 
 
-def test_what_is_claimed_must_be_shown() -> None:
-    report = replace(run_suite("reference", only=["rope"]), partial=False)
-    assert report.unproved() == [f"{dtype} is among the compute_dtypes, and no case of the law model passed in it"
-                                   for dtype in ("f64", "f32")]
-    assert not report.ok and "no case of the law model passed" in report.as_markdown()
+def test_of_chosen_cases_some_must_be_run() -> None:
     for platform, only in ((Refusing, "attention[*f32]"), (Misspelt, "linear")):
         report = run_suite(platform, only=[only], ledger=Ledger())
         assert set(report.counts()) == {Outcome.UNSUPPORTED} and not report.ok
         assert report.unproved() == ["none of these cases was run: nothing is shown"]
+    assert run_suite("reference", only=["rope"]).ok, "nothing else is asked of a part"
 
 
 def test_other_dtypes_of_k_and_v_keep_no_op_from_its_cases() -> None:

@@ -89,6 +89,7 @@ class Case:
     id: "op[what,dtype]", unique, for people, ledgers and `--only`.  op: the row of the report's grid.
     check(context): returns, or raises `Wrong`; `Unsupported` where the platform says so only when it is tried.
     tolerance: largest normalised mean squared error, 0 where nothing is compared in figures.
+    format: of the checkpoint, that a linear is about; it is shown where `supports` says that it is kept.
     """
 
     id: str
@@ -97,6 +98,7 @@ class Case:
     needs: Needs
     check: Callable[[Context], None]
     tolerance: float = 0.0
+    format: str = ""
 
     @property
     def dtype(self) -> str:

@@ -192,7 +192,7 @@ def attention_cases(dtype: str) -> Iterator[OpCase]:
     yield case("mha", Shape(4, 4, 16, 16), dtype)
     yield case("gqa", Shape(6, 2, 32, 16), dtype)
     yield case("mqa", Shape(8, 1, 64, 16), dtype)
-    for page in (1, 4, 32, 64, 128):
+    for page in (1, 2, 4, 8, 32, 64, 128, 256):
         yield case("gqa", Shape(6, 2, 32, page), dtype)
     for window in (1, 7, 1000):
         yield case(f"window{window}", Shape(4, 2, 32, 16), dtype, window=window)
@@ -218,9 +218,9 @@ def attention_cases(dtype: str) -> Iterator[OpCase]:
 def kv_cases(dtype: str, kv: str) -> Iterator[OpCase]:
     """K and V kept in another dtype than is computed in. beyond_range: values larger than it holds, small scores."""
     nmse = kv_nmse(dtype, kv)
-    yield case(f"kv_{kv},copied_pages", Shape(4, 2, 32, 16, kv=kv), dtype, move=copied, nmse=nmse)
-    yield case(f"kv_{kv},exported_pages", Shape(4, 2, 32, 4, kv=kv), dtype, move=exported, nmse=nmse,
+    yield case(f"copied_pages,kv_{kv}", Shape(4, 2, 32, 16, kv=kv), dtype, move=copied, nmse=nmse)
+    yield case(f"exported_pages,kv_{kv}", Shape(4, 2, 32, 4, kv=kv), dtype, move=exported, nmse=nmse,
                features=("export_pages",))
     if kv in SMALL:
         size = SMALL[kv][2] / 3
-        yield case(f"kv_{kv},beyond_range", Shape(4, 2, 32, 16, kv=kv, size=size), dtype, factor=1 / size, nmse=nmse)
+        yield case(f"beyond_range,kv_{kv}", Shape(4, 2, 32, 16, kv=kv, size=size), dtype, factor=1 / size, nmse=nmse)

@@ -16,8 +16,7 @@ from .opcase import NMSE, QUANTIZED_NMSE, OpCase, normal, parts, single, table, 
 # Embedding and matrix products.
 
 BLOCK_FORMATS = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k")
-AFFINE_FORMATS = ("affine4_32", "affine4_64", "affine4_128", "affine8_32", "affine8_64", "affine2_64", "affine3_64",
-                  "affine6_64")
+AFFINE_FORMATS = tuple(f"affine{bits}_{group}" for bits in (2, 3, 4, 5, 6, 8) for group in (32, 64, 128))
 
 
 def embed_case(name: str, dtype: str) -> OpCase:

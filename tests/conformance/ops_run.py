@@ -178,4 +178,5 @@ def as_case(case: OpCase, law: str = "ops", subject: str = "") -> Case:
     asks = {name: value for name, value in case.asks.items() if name != "format"}
     needs = Needs(case.dtype, (case.kv or case.dtype) if case.op == "attention" else "", case.features,
                   ((case.op, asks),) if case.op in ASKED or "rotated" in asks else (), case.page_size)
-    return Case(case.id, law, subject or case.op, needs, check, case.nmse)
+    format = case.asks.get("format", "") if case.op == "linear" else ""
+    return Case(case.id, law, subject or case.op, needs, check, case.nmse, format)

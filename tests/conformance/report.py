@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -32,13 +32,15 @@ BAD = (Outcome.UNEXPECTED, Outcome.WRONG, Outcome.ERROR)
 
 @dataclass(frozen=True)
 class Result:
-    """One case's outcome. reason: why, "" for a pass. numbers: NMSE, tolerance, first bad index. seconds: it took."""
+    """One case's outcome. reason: why, "" for a pass. numbers: NMSE, tolerance, first bad index. seconds: it took.
+    kept: the case's format was kept by a kernel, as far as the platform says."""
 
     case: Case
     outcome: Outcome
     reason: str = ""
     numbers: Mapping[str, Any] = field(default_factory=dict)
     seconds: float = 0.0
+    kept: bool = False
 
     def as_dict(self) -> dict[str, Any]:
         case = self.case
@@ -72,18 +74,15 @@ class Report:
         return not (bad or self.stale or self.late or self.unproved())
 
     def unproved(self) -> list[str]:
-        """Why a run in which nothing is wrong shows too little: a dtype that the manifest claims passed no case of an
-        op or of a model; of chosen cases none was run."""
+        """Why a run in which nothing is wrong shows too little: of what the manifest claims something passed no case;
+        of chosen cases none was run."""
         counts = self.counts()
         if self.late:
             return [f"the cases behind {self.results[-1].case.id} were not run"]
         if self.partial or counts[Outcome.UNAVAILABLE]:
             return ["none of these cases was run: nothing is shown"] * (set(counts) == {Outcome.UNSUPPORTED})
-        there = {result.case.dtype for result in self.results}
-        passed = {(r.case.law, r.case.dtype) for r in self.results if r.outcome is Outcome.PASSED}
-        return [f"{dtype} is among the compute_dtypes, and no case of the law {law} passed in it"
-                for dtype in self.manifest.get("compute_dtypes", ()) for law in ("ops", "model")
-                if dtype in there and (law, dtype) not in passed]
+        return [line for name, of in CLAIMS.items() for word in self.manifest.get(name, ())
+                if (line := never_shown(name, word, [r for r in self.results if word in of(r.case)]))]
 
     def counts(self) -> Counter[Outcome]:
         return Counter(result.outcome for result in self.results)
@@ -141,6 +140,26 @@ class Report:
         return f"{self.platform}: {said or 'no cases'}"
 
 
+# Field of the manifest -> what of it a case that passes has shown.
+CLAIMS: dict[str, Callable[[Case], tuple[Any, ...]]] = {
+    "ops": lambda case: (case.op,) if case.law == "ops" else (), "features": lambda case: case.needs.features,
+    "formats": lambda case: (case.format,), "compute_dtypes": lambda case: (case.dtype,),
+    "kv_dtypes": lambda case: (case.needs.kv,), "page_sizes": lambda case: (case.needs.page_size,)}
+
+
+def never_shown(name: str, word: Any, results: Sequence[Result]) -> str:
+    """What to say of a claim whose cases came out like this; "" when it is shown."""
+    passed = {r.case.law for r in results if r.outcome is Outcome.PASSED and (name != "formats" or r.kept)}
+    lacking = {"ops", "model"} - passed if name == "compute_dtypes" else set() if passed else {""}
+    if not lacking:
+        return ""
+    laws = "of the law " + " and ".join(sorted(lacking)) + " " if "" not in lacking else ""
+    reasons = Counter(r.reason or "expanded at load" for r in results if r.case.law in lacking or "" in lacking)
+    told = [reason for reason, _ in reasons.most_common(1)]
+    why = f"no case {laws}passed, of {reasons.total()}: {told[0]}" if told else f"there is no case {laws}for it"
+    return f"claimed but never shown: {name} {word!r} ({why})"
+
+
 def cell(counts: Mapping[Outcome, int] | None) -> str:
     """"12", "12, 1 wrong", "unsupported": what one cell of the grid says."""
     if not counts:
@@ -155,10 +174,10 @@ def cell(counts: Mapping[Outcome, int] | None) -> str:
     return ", ".join([total, *others])
 
 
-def manifest_data(manifest: Any) -> dict[str, Any]:
-    """A manifest as plain data."""
+def manifest_data(manifest: Any, ops: Iterable[str] = ()) -> dict[str, Any]:
+    """A manifest as plain data, and the ops that its file offers."""
     plain = asdict(manifest)
-    return plain | {"features": sorted(plain["features"]), "details": dict(plain["details"])}
+    return plain | {"ops": list(ops), "features": sorted(plain["features"]), "details": dict(plain["details"])}
 
 
 def worst(results: Iterable[Result], count: int = 5) -> list[Result]:

@@ -6,14 +6,17 @@ import platform as machine
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from ..core import manifests
 from ..core.discovery import load_platform
 from ..core.platform import Manifest, Unavailable, Unsupported
-from .case import Case, Context, Wrong
+from ..core.registry import RegistrationError
+from .case import Case, Context, Wrong, asked
 from .laws import all_cases
 from .ledger import Ledger, ledger_of
 from .report import Outcome, Report, Result, manifest_data
@@ -45,7 +48,25 @@ def run_case(context: Context, case: Case, ledger: Ledger, limit: float | None =
         error = TimeoutError(f"took longer than {limit:g} s")
     if reason is not None:
         return Result(case, Outcome.UNSUPPORTED, reason, {}, seconds)
-    return _judge(case, error, ledger, seconds, context.kind)
+    result = _judge(case, error, ledger, seconds, context.kind)
+    return replace(result, kept=result.outcome is Outcome.PASSED and _keeps(context, case))
+
+
+def _keeps(context: Context, case: Case) -> bool:
+    """Is the case about a format that the platform says it has a kernel for?"""
+    try:
+        return bool(case.format) and asked(context.platform, "linear", format=case.format, dtype=case.dtype) is None
+    except Exception:  # a finding of the law manifest, not of this case
+        return False
+
+
+def _offered_ops(kind: type) -> tuple[str, ...]:
+    """Ops in the manifest file beside the platform's class; none where it cannot be read, which the law manifest tells.
+    """
+    try:
+        return tuple(manifests.read_file(Path(inspect.getfile(kind)).with_name(manifests.FILE)).ops)
+    except RegistrationError:
+        return ()
 
 
 def _judge(case: Case, error: Exception | None, ledger: Ledger, seconds: float, kind: type) -> Result:
@@ -109,8 +130,8 @@ def run_suite(platform: Any, options: Mapping[str, str] | None = None, *, only: 
     if not late:
         context.close()
     stale = () if only else tuple(ledger.stale(cases))
-    return _report(manifest.name, seed, results, manifest_data(manifest), manifest.details, started,
-                   time.perf_counter() - began, stale, bool(only), late)
+    return _report(manifest.name, seed, results, manifest_data(manifest, _offered_ops(context.kind)), manifest.details,
+                   started, time.perf_counter() - began, stale, bool(only), late)
 
 
 def _run_all(context: Context, cases: Sequence[Case], ledger: Ledger, progress: Progress | None,
