@@ -3,10 +3,10 @@ from __future__ import annotations
 
 import torch
 
-from .attention_launch import ELEMENT_BYTES, configuration, per_tile, run, unsupported
+from .attention_launch import ELEMENT_BYTES, configuration, per_tile, run
 from .launch import Specialization
 from .paged import PagedKV, check_attention
-from .tiles import Tile, decode_tile
+from .tiles import Tile, decode_tile, refusal
 
 MOST_SPLITS = 64
 LEAST_SHARE = 256  # keys a program must have to be worth a merge
@@ -76,8 +76,10 @@ def specializations() -> list[Specialization]:
         found += per_tile(
             lambda tile, a=(group, width, page, q, kv, form), n=variant, c=extra: configuration(f"decode{n}", 1, *a,
                                                                                                tile, **c),
-            lambda family, g=group, w=width, b=ELEMENT_BYTES[kv]: decode_tile(family, g, 1, w, b), unsupported(q))
+            lambda family, g=group, w=width, b=ELEMENT_BYTES[kv]: decode_tile(family, g, 1, w, b),
+            lambda family, w=width, b=ELEMENT_BYTES[q]: refusal(family, w, b))
     found += per_tile(
         lambda tile: configuration("decode tree", 4, 4, 128, 16, "bf16", "bf16", "native", tile, tree_ptr="given",
-                                   positions_ptr="given", **SPLIT), lambda family: decode_tile(family, 4, 4, 128, 2))
+                                   positions_ptr="given", **SPLIT), lambda family: decode_tile(family, 4, 4, 128, 2),
+        lambda family: refusal(family, 128, 2))
     return found

@@ -89,18 +89,11 @@ def configuration(name: str, queries: int, group: int, width: int, page: int, q:
                           signature(q, kv, constants), constants, tile.warps, tile.stages)
 
 
-def unsupported(dtype: str) -> dict[str, str]:
-    """Reasons by prefix of family why attention does not run in this dtype there."""
-    if dtype == "fp32":
-        return {"gfx1": "no matrix unit for float32: the operands would not fit the registers"}
-    return {}
-
-
 def per_tile(make: Callable[[Tile], Specialization], tile_of: Callable[[str], Tile],
-             refused: dict[str, str] | None = None) -> list[Specialization]:
+             refusal_of: Callable[[str], str | None]) -> list[Specialization]:
     """`make` for each tile that the device families choose, each to be compiled for the families that choose it."""
-    refused = refused or {}
-    tiles = {family: tile_of(family) for family in TARGETS if not family.startswith(tuple(refused))}
+    refused = {family: why for family in TARGETS if (why := refusal_of(family)) is not None}
+    tiles = {family: tile_of(family) for family in TARGETS if family not in refused}
     found = []
     for tile in dict.fromkeys(tiles.values()):
         others = {family: f"its tile is {other.label}" for family, other in tiles.items() if other != tile}

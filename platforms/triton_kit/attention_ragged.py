@@ -4,10 +4,10 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from .attention_launch import ELEMENT_BYTES, configuration, per_tile, run, unsupported
+from .attention_launch import ELEMENT_BYTES, configuration, per_tile, run
 from .launch import Specialization
 from .paged import PagedKV, check_attention
-from .tiles import Tile, ragged_tile
+from .tiles import Tile, ragged_tile, refusal
 
 
 def tokens_per_tile(tile: Tile, heads: int, kv_heads: int) -> int:
@@ -89,5 +89,6 @@ def specializations() -> list[Specialization]:
         found += per_tile(
             lambda tile, a=(group, width, page, q, kv, form), n=variant, c=extra: configuration(f"ragged{n}", 0, *a,
                                                                                                tile, **c),
-            lambda family, w=width, b=ELEMENT_BYTES[q]: ragged_tile(family, w, b), unsupported(q))
+            lambda family, w=width, b=ELEMENT_BYTES[q]: ragged_tile(family, w, b),
+            lambda family, w=width, b=ELEMENT_BYTES[q]: refusal(family, w, b))
     return found

@@ -17,7 +17,7 @@ from .fp8 import DECODE_FACTOR, decode
 from .launch import Specialization, launch
 from .merge import merge_splits
 from .paged import FP8_BITS
-from .tiles import Tile, latent_tile
+from .tiles import Tile, latent_tile, refusal
 
 LOG2E = math.log2(math.e)
 
@@ -128,5 +128,6 @@ def specializations() -> list[Specialization]:
                          "FORMAT": form, "SPLIT": True, "PRECISION": "ieee"}
             name = f"mla bf16/{form if form != 'native' else kv} h{heads} p{page} {tile.label}"
             return Specialization(name, mla_kernel, types, constants, tile.warps, tile.stages)
-        found += per_tile(make, lambda family, h=heads, b=ELEMENT_BYTES[kv]: latent_tile(family, h, b))
+        found += per_tile(make, lambda family, h=heads, b=ELEMENT_BYTES[kv]: latent_tile(family, h, b),
+                          lambda family: refusal(family, 512, 2))
     return found

@@ -37,6 +37,21 @@ def is_amd(family: str) -> bool:
     return family.startswith("gfx")
 
 
+def is_rdna(family: str) -> bool:
+    """Waves of 32 lanes: half the registers of the data centre's waves of 64, and gfx11 holds each operand twice."""
+    return family.startswith("gfx1")
+
+
+def refusal(family: str, head_dim: int, element_bytes: int) -> str | None:
+    """Why attention does not run as a kernel on this family, or None. element_bytes: of q; for MLA head_dim is the
+    latent's width."""
+    if is_rdna(family) and element_bytes == 4:
+        return f"{family} has no matrix unit for float32: the operands would not fit the registers"
+    if head_dim > 256 and is_rdna(family) or head_dim > 128 and family.startswith("gfx11"):
+        return f"a head of {head_dim} numbers does not fit the registers of {family}"
+    return None
+
+
 def shared_budget(family: str) -> int:
     """Bytes of shared memory (LDS) that K and V of one program may fill, so that two programs fit a multiprocessor."""
     if is_amd(family):
@@ -58,6 +73,8 @@ def decode_tile(family: str, group: int, queries: int, head_dim: int, element_by
     element_bytes: of stored K and V.
     """
     width = max(16, triton.next_power_of_2(head_dim))
+    if is_rdna(family):
+        return Tile(packed_rows(group, queries, 32), 32 if width <= 64 else 16, 4, 2 if width <= 128 else 1)
     rows = packed_rows(group, queries, 64 if width <= 128 else 32)
     keys = fitting_keys(family, 32 if element_bytes == 4 else 64, width, max(2, element_bytes))
     return Tile(rows, keys, 4 if rows * width <= 32 * 128 else 8, 2 if is_amd(family) else DOUBLE)
@@ -71,8 +88,8 @@ def ragged_tile(family: str, head_dim: int, element_bytes: int) -> Tile:
     width = max(16, triton.next_power_of_2(head_dim))
     if element_bytes == 4:
         return Tile(32 if width <= 128 else 16, 16, 4, 2)
-    if family.startswith("gfx1"):  # 32 lanes: half the registers of a wave of 64, and operands held twice
-        return Tile(64 if width <= 128 else 32, 32, 4 if width <= 64 else 8, 2)
+    if is_rdna(family):
+        return Tile(64 if width <= 128 else 32, 32 if width <= 64 else 16, 4, 2 if width <= 64 else 1)
     rows = 128 if width <= 128 else 64
     if is_amd(family):
         return Tile(rows, 64 if width <= 128 else 32, 4, 2)
@@ -84,5 +101,5 @@ def ragged_tile(family: str, head_dim: int, element_bytes: int) -> Tile:
 def latent_tile(family: str, heads: int, element_bytes: int) -> Tile:
     """Tile for MLA: the accumulator is rows x 512, and K and V are the same 576 numbers a token."""
     rows = packed_rows(heads, 1, 16 if is_amd(family) or element_bytes == 4 else 32)
-    keys = 16 if is_amd(family) or element_bytes == 4 or shared_budget(family) < 64 * 1024 else 32
+    keys = 32 if element_bytes == 2 and shared_budget(family) >= 64 * 1024 else 16
     return Tile(rows, keys, 4 if rows == 16 else 8, 1 if is_amd(family) else DOUBLE)
