@@ -12,6 +12,8 @@ from typing import Any
 import cells
 import matrix
 from graph import ROOT
+from isthmus.core.quant.formats import FORMATS, GGUF_TYPES
+from isthmus.core.quant.schemes import SCHEMES
 
 PAGE = Path("docs/platforms.md")
 REASON = 90  # characters of a failure's reason in a cell
@@ -32,7 +34,9 @@ the platform's ledger expects, and **unverified** was claimed and not run.
 def page() -> str:
     """The whole page."""
     data, reports = cells.read_matrix(), cells.read_reports(ROOT / "docs" / "conformance")
-    parts = [INTRO, "## What each claims\n", _claims(), "\n## Where it was run\n", _runs(data, reports),
+    parts = [INTRO, "## What each claims\n", _claims(),
+             "\n## Quantized checkpoints that every platform reads\n", _schemes(),
+             "\n## Where it was run\n", _runs(data, reports),
              "\n## What was found\n",
              cells.markdown(data, reports, lambda *about: _words(data["jobs"], *about))]
     return "\n".join(parts)
@@ -46,6 +50,14 @@ def _claims() -> str:
         lines.append(f"| {name} | {claim.title} | {claim.devices} | {', '.join(claim.compute_dtypes)} | "
                      f"{', '.join(claim.kv_dtypes)} | {pages} | {claim.max_ranks} | {claim.determinism} |")
     return "\n".join(lines) + "\n"
+
+
+def _schemes() -> str:
+    lines = ["Each as it is, or expanded to the compute dtype where a platform has no kernel for its format.", "",
+             "| quant_method, or kind | what is read |", "|---|---|",
+             f"| GGUF files | {', '.join(name for name in GGUF_TYPES.values() if FORMATS[name].kind == 'quantized')} |",
+             "| MLX folders | affine groups of 32, 64 and 128 with 2, 3, 4, 5, 6 and 8 bits |"]
+    return "\n".join(lines + [f"| {name} | {scheme.reads} |" for name, scheme in SCHEMES.items()]) + "\n"
 
 
 def _runs(data: dict[str, Any], reports: dict[str, dict[str, Any]]) -> str:

@@ -12,9 +12,10 @@ from ..core.platform import RawTensor
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # output of each 4 bits of a word, the lowest first
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-FORMATS = ("awq4", "gptq2", "gptq3", "gptq4", "gptq8", "gptq4_v2", "gptq4_act", "gptq8_v2_act", "pack4", "pack8",
-           "pack4_asym", "pack8_asym", "pack4_act", "pack4_asym_act", "int8", "fp8", "fp8_128", "mxfp4", "nvfp4",
-           "nvfp4_div")
+FORMATS = ("awq4", *(f"gptq{bits}{version}" for bits in (2, 3, 4, 8) for version in ("", "_v2")),
+           *(f"gptq{bits}{version}_act" for bits in (4, 8) for version in ("", "_v2")),
+           *(f"pack{bits}{zeros}{order}" for bits in (4, 8) for zeros in ("", "_asym") for order in ("", "_act")),
+           "int8", "fp8", "fp8_128", "mxfp4", "nvfp4", "nvfp4_div")
 PREFIXES = ("awq", "gptq", "pack", "int8", "fp8", "mxfp4", "nvfp4")
 GROUP = 32
 
