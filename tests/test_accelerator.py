@@ -15,7 +15,8 @@ from isthmus.core.platform import Unavailable
 from isthmus.platforms.accelerator.build import reason_against_build
 from isthmus.platforms.accelerator.staging import Staging
 
-from .emulation.composed import ComposedPlatform, HostDevice
+from .emulation.composed.platform import Platform as ComposedPlatform
+from .emulation.device import HostDevice
 from .emulation.recorder import CaptureError, RecordedGraph
 
 COST = 60  # seconds

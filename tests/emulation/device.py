@@ -1,15 +1,17 @@
-"""The accelerator base on torch's CPU device, with the composed paths: what every accelerator platform starts from."""
+"""torch's CPU device in the place of an accelerator: what an emulated platform takes instead of a claimed device."""
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from isthmus.core.platform import Buckets
-from isthmus.platforms.accelerator.base import AcceleratorPlatform
 from isthmus.platforms.accelerator.device import Device
 from isthmus.platforms.host import host_memory
 
 from .recorder import RecordedGraph
 
 SIZES = (1, 2, 4, 8, 16, 64)
+PROCESSORS = 4  # that kernels share their work among
 
 
 class HostDevice(Device):
@@ -20,19 +22,14 @@ class HostDevice(Device):
 
 
 class Emulated:
-    """Mixed into a platform: its device is the CPU, its graphs are recorded."""
+    """Mixed into a platform: its device is the CPU, called `arch_name`, and its graphs are recorded."""
 
+    arch_name = "host"
     buckets = Buckets(tokens=(*SIZES, 256, 1024), rows=SIZES, pages=(8, 64, 1024, 16384))
 
     def claim(self, rank: int, world: int) -> Device:
         torch.set_num_threads(1)  # tiny shapes: a second thread costs more than it gives, the more beside other tests
-        return HostDevice(torch.device("cpu"), f"{self.name} emulated on the CPU", "host", 4)
+        return HostDevice(torch.device("cpu"), f"{self.name} emulated on the CPU", self.arch_name, PROCESSORS)
 
-    def graphs(self, device: Device):
+    def graphs(self, device: Device) -> Callable[[], RecordedGraph]:
         return RecordedGraph
-
-
-class ComposedPlatform(Emulated, AcceleratorPlatform):
-    """The base alone."""
-
-    name = "composed"
