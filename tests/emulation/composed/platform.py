@@ -1,4 +1,4 @@
-"""The accelerator base alone, with the paths composed of torch operators: what every accelerator platform starts from."""
+"""The accelerator base alone, with the paths composed of torch operators: what its heirs start from."""
 from __future__ import annotations
 
 from isthmus.platforms.accelerator.base import AcceleratorPlatform
