@@ -172,6 +172,13 @@ def fit_memory(config: Config, manifest: Manifest, model: ModelConfig, dtype: st
     if limit > model.max_position:
         raise ConfigError(f"--max-model-len {limit}: {model.name} was made for "
                           f"{model.max_position} positions")
+    longest = manifest.buckets.pages[-1] * page_size if manifest.buckets else limit
+    if limit > longest:
+        words = f"{manifest.name} is compiled for contexts of {longest} tokens at most in pages of {page_size}"
+        if config.model.max_model_len:
+            raise ConfigError(f"--max-model-len {limit}: {words}")
+        notes.append(f"context {longest} tokens instead of {limit}: {words}")
+        limit = longest
     pages, budget = _pages(config, manifest, state, running * -(-limit // page_size) + 1, free, notes)
     room = (pages - 1) * page_size
     if limit > room:

@@ -94,6 +94,14 @@ def test_limits_keep_inside_the_buckets():
     assert (sizes.max_running, sizes.chunk) == (8, 248)
 
 
+def test_a_context_is_no_longer_than_the_largest_bucket_of_pages():
+    small = manifest(buckets=Buckets((16, 256), (1, 8), (1, 16)))
+    sizes, notes = fit(2**40, small)
+    assert sizes.max_model_len == 256 and any("contexts of 256 tokens at most in pages of 16" in n for n in notes)
+    with pytest.raises(ConfigError, match="--max-model-len 300: .* contexts of 256 tokens"):
+        fit(2**40, small, max_model_len=300)
+
+
 def test_dtype_and_options():
     assert compute_dtype(Config(), manifest()) == "bf16"
     assert compute_dtype(Config(model=ModelSettings(dtype="float32")), manifest()) == "f32"
