@@ -98,8 +98,10 @@ def _stream(packed: np.ndarray, bits: int) -> np.ndarray:
     kind = np.uint8 if size == 1 else np.uint64 if size > 4 else np.uint32
     whole = np.pad(packed, ((0, 0), (0, -packed.shape[1] % size))) if packed.shape[1] % size else packed
     packs = whole.reshape(len(packed), -1, size)
-    words = sum(packs[..., i].astype(kind) << kind(8 * i) for i in range(size))
-    codes = (words[..., None] >> np.arange(0, 8 * size, bits, dtype=kind) & kind((1 << bits) - 1)).astype(np.uint8)
+    words = packs[..., 0] if size == 1 else sum(packs[..., i].astype(kind) << kind(8 * i) for i in range(size))
+    codes = np.empty((*words.shape, 8 * size // bits), np.uint8)
+    for i in range(codes.shape[-1]):  # code by code: numpy is slow over a short last axis
+        codes[..., i] = words >> kind(bits * i) & kind((1 << bits) - 1)
     return codes.reshape(len(packed), -1)
 
 
@@ -166,12 +168,13 @@ class Scaled(NamedTuple):
         """Values of some outputs, float32."""
         codes = self.codes[start:stop]
         if self.table is not None:
-            values = self.table[codes]
+            values = np.take(self.table, codes)
         elif self.zero is None:
             values = codes.astype(np.float32)
         else:
             values = codes - self._wide(self.zero, start, stop)
-        return values * self._wide(self.scale, start, stop)
+        values *= self._wide(self.scale, start, stop)
+        return values
 
     def _wide(self, part: np.ndarray, start: int, stop: int) -> np.ndarray:
         """[stop - start, in], or what broadcasts to that."""
@@ -180,7 +183,7 @@ class Scaled(NamedTuple):
         if part.shape[1] == 1:
             return part
         if self.order is not None:
-            return part[:, self.order]
+            return np.take(part, self.order, axis=1)
         inputs = self.codes.shape[1]
         return np.repeat(part, self.width or inputs // part.shape[1], axis=1)[:, :inputs]
 
@@ -196,13 +199,16 @@ def _columns(words: np.ndarray, bits: int) -> np.ndarray:
 
 
 def _awq(raw: RawTensor) -> Scaled:
-    def codes(data: np.ndarray) -> np.ndarray:
-        """[n, words * 4] bytes -> [words * 8, n]: the outputs of a word are in bytes 0, 2, 0, 2, 1, 3, 1, 3."""
-        pairs = data.reshape(len(data), -1, 4)[..., [0, 2, 1, 3]].reshape(len(data), -1, 2)
-        return np.ascontiguousarray(_fields(pairs, 4).reshape(len(data), -1).T)
+    def codes(words: np.ndarray) -> np.ndarray:
+        """Words [n, words] -> [words * 8, n]."""
+        columns = np.ascontiguousarray(words.T).view(np.uint32)
+        out = np.empty((len(columns), 8, columns.shape[1]), np.uint8)
+        for digit, output in enumerate((0, 2, 4, 6, 1, 3, 5, 7)):
+            out[:, output] = columns >> np.uint32(4 * digit) & np.uint32(15)
+        return out.reshape(-1, columns.shape[1])
     scales, zeros = raw.extra
-    words = np.frombuffer(raw.data, np.uint8).reshape(raw.shape[1], -1)
-    return Scaled(codes(words), expand(scales).T, codes(_numbers(zeros).view(np.uint8)).astype(np.float32))
+    words = np.frombuffer(raw.data, "<i4").reshape(raw.shape[1], -1)
+    return Scaled(codes(words), expand(scales).T, codes(_numbers(zeros)).astype(np.float32))
 
 
 def _gptq(bits: int, offset: int, raw: RawTensor) -> Scaled:
