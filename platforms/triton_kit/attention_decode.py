@@ -3,10 +3,10 @@ from __future__ import annotations
 
 import torch
 
-from .attention_launch import ELEMENT_BYTES, configuration, per_tile, run
+from .attention_launch import ELEMENT_BYTES, configuration, per_tile, refusal_of, run
 from .launch import Specialization
 from .paged import PagedKV, check_attention
-from .tiles import Tile, decode_tile, refusal
+from .tiles import Tile, decode_tile
 
 MOST_SPLITS = 64
 LEAST_SHARE = 256  # keys a program must have to be worth a merge
@@ -59,7 +59,7 @@ CASES = (  # head dim, group, page size, q, kv, format, with splits
     (64, 3, 16, "fp32", "fp32", "native", False), (128, 4, 16, "bf16", "bf16", "native", False),
     (128, 4, 16, "bf16", "bf16", "native", True), (128, 8, 64, "bf16", "bf16", "native", True),
     (128, 4, 16, "fp32", "fp32", "native", True), (128, 8, 16, "bf16", "u8", "e4m3", True),
-    (128, 8, 64, "bf16", "u8", "e4m3", True), (128, 8, 16, "bf16", "i8", "int8", True),
+    (128, 8, 64, "bf16", "fp8e4nv", "native", True), (128, 8, 16, "bf16", "i8", "int8", True),
     (256, 4, 16, "bf16", "bf16", "native", True), (256, 4, 64, "bf16", "u8", "e4m3", True),
 )
 SPLIT: dict[str, object] = {"SPLIT": True, "lse_ptr": "given"}
@@ -77,9 +77,9 @@ def specializations() -> list[Specialization]:
             lambda tile, a=(group, width, page, q, kv, form), n=variant, c=extra: configuration(f"decode{n}", 1, *a,
                                                                                                tile, **c),
             lambda family, g=group, w=width, b=ELEMENT_BYTES[kv]: decode_tile(family, g, 1, w, b),
-            lambda family, w=width, b=ELEMENT_BYTES[q]: refusal(family, w, b))
+            refusal_of(q, kv, width))
     found += per_tile(
         lambda tile: configuration("decode tree", 4, 4, 128, 16, "bf16", "bf16", "native", tile, tree_ptr="given",
                                    positions_ptr="given", **SPLIT), lambda family: decode_tile(family, 4, 4, 128, 2),
-        lambda family: refusal(family, 128, 2))
+        refusal_of("bf16", "bf16", 128))
     return found

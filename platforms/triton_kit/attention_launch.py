@@ -11,10 +11,10 @@ from .attention_kernel import attention_kernel
 from .launch import TARGETS, Specialization, launch
 from .merge import merge_splits
 from .paged import PagedKV, check_tree
-from .tiles import Tile
+from .tiles import Tile, converts_fp8, refusal
 
 LOG2E = math.log2(math.e)
-ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "u8": 1, "i8": 1}
+ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "u8": 1, "i8": 1, "fp8e4nv": 1}
 
 
 def run(
@@ -89,10 +89,19 @@ def configuration(name: str, queries: int, group: int, width: int, page: int, q:
                           signature(q, kv, constants), constants, tile.warps, tile.stages)
 
 
+def refusal_of(q: str, kv: str, width: int) -> Callable[[str], str | None]:
+    """Why a family does not run attention of these types and head dim."""
+    def reason(family: str) -> str | None:
+        if kv == "fp8e4nv" and not converts_fp8(family):
+            return f"{family} does not convert e4m3 itself: it runs the kernel that decodes the bits"
+        return refusal(family, width, ELEMENT_BYTES[q])
+    return reason
+
+
 def per_tile(make: Callable[[Tile], Specialization], tile_of: Callable[[str], Tile],
-             refusal_of: Callable[[str], str | None]) -> list[Specialization]:
+             refuse: Callable[[str], str | None]) -> list[Specialization]:
     """`make` for each tile that the device families choose, each to be compiled for the families that choose it."""
-    refused = {family: why for family in TARGETS if (why := refusal_of(family)) is not None}
+    refused = {family: why for family in TARGETS if (why := refuse(family)) is not None}
     tiles = {family: tile_of(family) for family in TARGETS if family not in refused}
     found = []
     for tile in dict.fromkeys(tiles.values()):

@@ -4,10 +4,10 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from .attention_launch import ELEMENT_BYTES, configuration, per_tile, run
+from .attention_launch import ELEMENT_BYTES, configuration, per_tile, refusal_of, run
 from .launch import Specialization
 from .paged import PagedKV, check_attention
-from .tiles import Tile, ragged_tile, refusal
+from .tiles import Tile, ragged_tile
 
 
 def tokens_per_tile(tile: Tile, heads: int, kv_heads: int) -> int:
@@ -72,7 +72,9 @@ CASES = (  # head dim, group, page size, q, kv, format
     (64, 3, 16, "bf16", "bf16", "native"), (64, 8, 64, "fp16", "fp16", "native"),
     (128, 4, 16, "bf16", "bf16", "native"), (128, 4, 64, "bf16", "bf16", "native"),
     (128, 4, 16, "fp32", "fp32", "native"), (128, 4, 16, "bf16", "u8", "e4m3"),
-    (128, 8, 16, "bf16", "i8", "int8"), (256, 4, 16, "bf16", "bf16", "native"), (256, 4, 64, "bf16", "u8", "e4m3"),
+    (128, 4, 16, "bf16", "fp8e4nv", "native"),
+    (128, 8, 16, "bf16", "i8", "int8"), (256, 4, 16, "bf16", "bf16", "native"),
+    (256, 4, 64, "bf16", "u8", "e4m3"),
 )
 EXTRAS: dict[str, dict[str, object]] = {
     " window cap": {"WINDOWED": True, "CAPPED": True},
@@ -90,5 +92,5 @@ def specializations() -> list[Specialization]:
             lambda tile, a=(group, width, page, q, kv, form), n=variant, c=extra: configuration(f"ragged{n}", 0, *a,
                                                                                                tile, **c),
             lambda family, w=width, b=ELEMENT_BYTES[q]: ragged_tile(family, w, b),
-            lambda family, w=width, b=ELEMENT_BYTES[q]: refusal(family, w, b))
+            refusal_of(q, kv, width))
     return found

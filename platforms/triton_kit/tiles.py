@@ -52,6 +52,13 @@ def refusal(family: str, head_dim: int, element_bytes: int) -> str | None:
     return None
 
 
+def converts_fp8(family: str) -> bool:
+    """Whether the device converts OCP's fp8 types itself (`paged_kv(native_fp8=)`); elsewhere integers do it."""
+    if family.startswith("sm_"):
+        return int(family[3:]) >= 89
+    return family.startswith(("gfx950", "gfx12"))
+
+
 def shared_budget(family: str) -> int:
     """Bytes of shared memory (LDS) that K and V of one program may fill, so that two programs fit a multiprocessor."""
     if is_amd(family):
@@ -76,7 +83,8 @@ def decode_tile(family: str, group: int, queries: int, head_dim: int, element_by
     if is_rdna(family):
         return Tile(packed_rows(group, queries, 32), 32 if width <= 64 else 16, 4, 2 if width <= 128 else 1)
     rows = packed_rows(group, queries, 64 if width <= 128 else 32)
-    keys = fitting_keys(family, 32 if element_bytes == 4 else 64, width, max(2, element_bytes))
+    most = 64 if element_bytes < 4 else 32 if width <= 64 else 16
+    keys = fitting_keys(family, most, width, max(2, element_bytes))
     return Tile(rows, keys, 4 if rows * width <= 32 * 128 else 8, 2 if is_amd(family) else DOUBLE)
 
 

@@ -85,8 +85,9 @@ def test_very_large_scores(splits):
     agree(Case([40, 17], [1, 1], 2, 1, 16, 16, magnitude=1e15), splits, softcap=30.0)
 
 
-@pytest.mark.parametrize("kind", [torch.float8_e4m3fn, torch.float8_e5m2])
-@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize(("kind", "native"), [
+    (torch.float8_e4m3fn, False), (torch.float8_e4m3fn, True), (torch.float8_e5m2, False), (torch.float8_e5m2, True),
+    (torch.float8_e4m3fnuz, True)])
 def test_fp8(kind, native):
     case = Case([33, 4], [1, 1], 4, 2, 32, 16, torch.float16, stored=kind)
     stored = torch.stack([case.k, case.v], 1).to(DEVICE)

@@ -87,10 +87,10 @@ def test_k_and_v_of_a_packed_projection_and_different_widths():
     assert torch.equal(k_pages[1, ::2], packed[:, 1:3]) and torch.equal(v_pages[1, ::2], packed[:, 3:, :16])
 
 
-@pytest.mark.parametrize("form", ["e4m3", "e5m2"])
-@pytest.mark.parametrize("native", [False, True])
-def test_fp8_is_scaled_rounded_and_clamped(form, native):
-    kind = FP8[form]
+@pytest.mark.parametrize(("kind", "native"), [
+    (torch.float8_e4m3fn, False), (torch.float8_e4m3fn, True), (torch.float8_e5m2, False), (torch.float8_e5m2, True),
+    (torch.float8_e4m3fnuz, True)])
+def test_fp8_is_scaled_rounded_and_clamped(kind, native):
     kv = torch.zeros(2, 2, 4, 2, 32, device=DEVICE).to(kind)
     _, k, v = tensors(2, 1, 2, 32)
     k[0, 0, 0], v[1, 1, 3] = 1e6, -1e7
