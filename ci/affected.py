@@ -1,7 +1,8 @@
 """Which jobs of ci/matrix.json a change needs: `python ci/affected.py FILE...`, or `--since COMMIT`.
 
 Derived from the import graph. Core is in every job; a platform's folder is in its own jobs and in those whose tests
-import it; prose is in none. A file that nothing is known about needs every job. Style and layout are checked always.
+import it; prose is in none. What nothing is known about needs every job: a file, a commit, a checkout with changes that
+are not committed, no files at all. Style and layout are checked always.
 """
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import cells
 import graph
 
 PROSE = (".md", ".rst", ".txt")
@@ -22,7 +24,7 @@ RUNNING = ("ci", ".ci", ".github")  # how jobs are run
 
 @cache
 def jobs() -> dict[str, Any]:
-    return json.loads((graph.ROOT / "ci" / "matrix.json").read_text("utf-8"))["jobs"]
+    return cells.read_matrix()["jobs"]
 
 
 def everywhere() -> set[str]:
@@ -49,9 +51,10 @@ def affected(files: list[str]) -> list[str]:
     """Names of the jobs that a change of these files needs, in the matrix's order."""
     needed: set[str] = set()
     for path in map(Path, files):
-        if path.suffix in PROSE or path.parts[0] in PROSE_FOLDERS or path.name == "LICENSE":
+        top = path.parts[0] if path.parts else ""
+        if path.suffix in PROSE or top in PROSE_FOLDERS or path.name == "LICENSE":
             continue
-        having = {name for name in jobs() if path in files_of(name)} if path.parts[0] not in RUNNING else set()
+        having = {name for name in jobs() if path in files_of(name)} if top not in RUNNING else set()
         if not having and not any(path.is_relative_to(Path("platforms", name)) for name in everywhere()):
             having = {name for name, job in jobs().items() if path.is_relative_to(job["folder"])}  # as a ledger.toml
         needed |= having or set(jobs())
@@ -59,19 +62,32 @@ def affected(files: list[str]) -> list[str]:
 
 
 def changed_since(commit: str) -> list[str] | None:
-    """Files that differ between a commit and the checkout; None when git cannot say."""
-    done = subprocess.run(["git", "diff", "--name-only", f"{commit}...HEAD"], cwd=graph.ROOT, capture_output=True,
-                          text=True)
-    return done.stdout.splitlines() if done.returncode == 0 else None
+    """Files that differ between a commit and the checkout, one that was moved by both its names; None when git cannot
+    say, or knows changes that no commit has."""
+    if not commit:
+        return None
+    changed = _git("diff", "--no-renames", "--name-only", "-z", "--end-of-options", f"{commit}...HEAD")
+    return changed if _git("status", "--porcelain", "-z") == [] else None
+
+
+def _git(*words: str) -> list[str] | None:
+    """What git says, its items apart; None when it fails or is not there."""
+    try:
+        done = subprocess.run(["git", *words], cwd=graph.ROOT, capture_output=True)
+    except OSError:
+        return None
+    items = done.stdout.decode("utf-8", "surrogateescape").split("\0")
+    return list(filter(None, items)) if done.returncode == 0 else None
 
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("files", nargs="*", metavar="FILE", help="relative to the repository's root")
-    parser.add_argument("--since", metavar="COMMIT", help="the files that differ from it; all jobs if git cannot say")
+    parser.add_argument("--since", metavar="COMMIT", help="the files that differ from it; all jobs if git cannot say, "
+                        "or while there are changes that are not committed")
     parser.add_argument("--json", action="store_true", help="print a JSON list")
     given = parser.parse_args(argv)
-    files = given.files if given.since is None else changed_since(given.since)
+    files = (given.files or None) if given.since is None else changed_since(given.since)
     names = list(jobs()) if files is None else affected(files)
     print(json.dumps(names) if given.json else "\n".join(names))
     return 0

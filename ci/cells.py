@@ -4,6 +4,7 @@
 """
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import sys
@@ -17,6 +18,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PASSED, FAILED, UNSUPPORTED, UNVERIFIED = "passed", "failed", "unsupported", "unverified"
 BAD = ("wrong", "error", "unexpected pass", "expected failure")  # a failure that the ledger expects is one
 
+NEEDED = {"id", "law", "op", "needs", "outcome"}  # of a case
+
 
 @dataclass(frozen=True)
 class Cell:
@@ -28,14 +31,39 @@ class Cell:
     total: int = 0
 
 
+def read_object(path: Path, remedy: str, **fields: type) -> dict[str, Any]:
+    """A JSON object that has these fields. Ends the script with one line that names the file where it is none."""
+    try:
+        found = json.loads(path.read_text("utf-8"))
+        if not isinstance(found, dict):
+            raise ValueError(f"a JSON object is needed, not a {type(found).__name__}")
+        for name, kind in fields.items():
+            if not isinstance(found.get(name), kind):
+                raise ValueError(f"{name!r} is {found.get(name)!r:.40}, a {kind.__name__} is needed")
+    except (OSError, ValueError, RecursionError) as error:
+        raise SystemExit(f"{path}: {error}; {remedy}") from error
+    return found
+
+
+def _checked(path: Path) -> dict[str, Any]:
+    """A report, with the fields that are read of it."""
+    remedy = "python ci/job.py NAME --report FILE writes one"
+    report = read_object(path, remedy, job=str, tests=str, date=str, cases=list)
+    if "counts" in report:  # else the suite gave none
+        read_object(path, remedy, counts=dict, versions=dict, seconds=float)
+    for case in report["cases"]:
+        if not isinstance(case, dict) or not NEEDED <= set(case) or not isinstance(case["needs"], list):
+            raise SystemExit(f"{path}: {str(case)[:60]} is no case, which has {', '.join(sorted(NEEDED))}; {remedy}")
+    return report
+
+
 def read_matrix() -> dict[str, Any]:
-    return json.loads((ROOT / "ci" / "matrix.json").read_text("utf-8"))
+    return read_object(ROOT / "ci" / "matrix.json", "python ci/matrix.py writes it", jobs=dict)
 
 
 def read_reports(folder: Path) -> dict[str, dict[str, Any]]:
     """Reports by job; a job without one is missing."""
-    reports = [json.loads(path.read_text("utf-8")) for path in sorted(folder.glob("*.json"))]
-    return {report["job"]: report for report in reports}
+    return {report["job"]: report for report in map(_checked, sorted(folder.glob("*.json")))}
 
 
 def judge(cases: list[dict[str, Any]]) -> Cell:
@@ -111,5 +139,12 @@ def escape(text: str) -> str:
     return " ".join(text.replace("|", "\\|").split())
 
 
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path, help="where the reports are")
+    print(markdown(read_matrix(), read_reports(parser.parse_args(argv).folder), plain))
+    return 0
+
+
 if __name__ == "__main__":
-    print(markdown(read_matrix(), read_reports(Path(sys.argv[1])), plain))
+    sys.exit(main(sys.argv[1:]))

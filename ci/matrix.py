@@ -17,6 +17,7 @@ from isthmus.core import manifests
 from isthmus.core.discovery import GROUP
 from isthmus.core.platform import FEATURES
 from isthmus.core.quant.formats import FORMATS
+from isthmus.core.registry import RegistrationError
 
 PYTHON = "3.12"
 INSTALL = 300   # seconds to make an environment
@@ -118,7 +119,7 @@ jobs:
       - id: affected
         env:
           BASE: ${{{{ github.event.pull_request.base.sha || github.event.before }}}}
-        run: echo "jobs=$(python ci/affected.py --json --since "$BASE")" >> "$GITHUB_OUTPUT"
+        run: jobs=$(python ci/affected.py --json --since "$BASE") && echo "jobs=$jobs" >> "$GITHUB_OUTPUT"
   light:
     name: style, layout, generated files
     runs-on: ubuntu-latest
@@ -190,7 +191,10 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="write nothing; 1 when a file is stale")
     check = parser.parse_args(argv).check
-    files = outputs()
+    try:
+        files = outputs()
+    except RegistrationError as error:  # of a manifest; it names the file
+        raise SystemExit(str(error)) from error
     for name in stale(files):
         print(f"stale: {name} (python ci/matrix.py)" if check else f"written: {name}")
     if check:

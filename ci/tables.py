@@ -5,6 +5,7 @@
 """
 from __future__ import annotations
 
+import argparse
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import matrix
 from graph import ROOT
 from isthmus.core.quant.formats import FORMATS, GGUF_TYPES
 from isthmus.core.quant.schemes import SCHEMES
+from isthmus.core.registry import RegistrationError
 
 PAGE = Path("docs/platforms.md")
 REASON = 90  # characters of a failure's reason in a cell
@@ -67,6 +69,10 @@ def _runs(data: dict[str, Any], reports: dict[str, dict[str, Any]]) -> str:
         if report is None:
             lines.append(f"| {name} | {job['platform']} | {job['device']} | unverified: never run | |")
             continue
+        if "counts" not in report:
+            lines.append(f"| {name} | {job['platform']} | {job['device']} | **failed**: {report['date']}, the suite "
+                         "gave no report | |")
+            continue
         counts = ", ".join(f"{n} {outcome}" for outcome, n in report["counts"].items() if n)
         versions = ", ".join(f"{k} {v}" for k, v in report["versions"].items())
         lines.append(f"| {name} | {job['platform']} | {job['device']} | {report['date']}, {counts}, in "
@@ -88,8 +94,14 @@ def _words(jobs: dict[str, Any], section: str, row: str, name: str, cell: cells.
 
 
 def main(argv: list[str]) -> int:
-    text, path = page(), ROOT / PAGE
-    if argv == ["--check"]:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; 1 when the page is stale")
+    check = parser.parse_args(argv).check
+    try:
+        text, path = page(), ROOT / PAGE
+    except RegistrationError as error:  # of a manifest; it names the file
+        raise SystemExit(str(error)) from error
+    if check:
         fresh = path.is_file() and path.read_text("utf-8") == text
         print(f"{PAGE} is {'as it should be' if fresh else 'stale (python ci/tables.py)'}")
         return 0 if fresh else 1

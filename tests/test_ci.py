@@ -14,6 +14,7 @@ import matrix
 import pytest
 import tables
 import yaml
+from isthmus.core.registry import RegistrationError
 
 COST = 20  # seconds
 JOBS = matrix.matrix()["jobs"]
@@ -166,7 +167,102 @@ def test_affected_runs_without_anything_installed():
     assert done.stdout.split() == jobs_of("cpu"), done.stderr
 
 
+@pytest.fixture
+def repository(tmp_path, monkeypatch):
+    """repository(*words): git in a repository of its own, in which the scripts look for changes."""
+    monkeypatch.setenv("GIT_CONFIG_GLOBAL", "/dev/null")
+
+    def git(*words: str) -> None:
+        subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", *words], cwd=tmp_path, check=True,
+                       capture_output=True)
+    git("init", "-q")
+    for name in ("core/env.py", "platforms/mlx/moe.py", "tests/tiny_mlx.py", "docs/index.md"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"{name}\n" * 20)
+    git("add", ".")
+    git("commit", "-qm", "a")
+    monkeypatch.setattr(affected, "graph", type("Graph", (), {"ROOT": tmp_path, "sources": graph.sources}))
+    return git
+
+
+@pytest.mark.parametrize("old, new", [("core/env.py", "docs/env.md"), ("platforms/mlx/moe.py", "docs/moe.py"),
+                                      ("tests/tiny_mlx.py", "docs/a \N{LATIN SMALL LETTER U WITH DIAERESIS}\n.md")])
+def test_what_was_moved_counts_under_both_its_names(repository, old, new):
+    repository("mv", old, new)
+    repository("commit", "-qm", "b")
+    assert sorted(affected.changed_since("HEAD~1")) == sorted([old, new])
+
+
+def test_a_checkout_with_changes_that_no_commit_has_needs_every_job(repository, tmp_path):
+    assert affected.changed_since("HEAD") == []
+    (tmp_path / "new.py").write_text("")
+    assert affected.changed_since("HEAD") is None, "a new file"
+    (tmp_path / "new.py").unlink()
+    (tmp_path / "core/env.py").write_text("other")
+    assert affected.changed_since("HEAD") is None
+    repository("add", ".")
+    assert affected.changed_since("HEAD") is None, "staged"
+
+
+@pytest.mark.parametrize("commit", ["", "no-such-commit", "0" * 40, "--output=FILE"])
+def test_a_commit_that_is_none_needs_every_job(repository, tmp_path, commit):
+    assert affected.changed_since(commit.replace("FILE", str(tmp_path / "x"))) is None
+    assert not list(tmp_path.glob("x*")), "git took an option for a commit"
+
+
+def test_without_git_every_job_is_needed(repository, monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    assert affected.changed_since("HEAD") is None
+
+
+@pytest.mark.parametrize("arguments", [[], [""], ["--since", ""], ["README.md", ""], ["."]])
+def test_what_says_nothing_needs_every_job(arguments, capsys):
+    assert affected.main(arguments) == 0
+    assert capsys.readouterr().out.split() == list(JOBS)
+
+
+@pytest.mark.parametrize("text", [None, "{", "{}", "[]", '{"jobs": 3}', "[" * 100_000])
+def test_a_broken_matrix_is_told_in_one_line(tmp_path, monkeypatch, text):
+    (tmp_path / "ci").mkdir()
+    if text is not None:
+        (tmp_path / "ci" / "matrix.json").write_text(text)
+    monkeypatch.setattr(cells, "ROOT", tmp_path)
+    affected.jobs.cache_clear()
+    try:
+        for script in (affected, job):
+            with pytest.raises(SystemExit, match="matrix.json: .*; python ci/matrix.py writes it"):
+                script.main(["core/plan.py"])
+    finally:
+        affected.jobs.cache_clear()
+
+
 # ---- cells
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"cases": 5}', json.dumps({**ABOUT, "cases": 5}),
+                                  json.dumps({**ABOUT, "cases": ["x"]}), json.dumps({**ABOUT, "cases": [{"id": "a"}]}),
+                                  json.dumps({**ABOUT, "cases": [], "counts": {}})])
+def test_a_broken_report_is_told_with_its_file(tmp_path, text):
+    (tmp_path / "j.json").write_text(text)
+    with pytest.raises(SystemExit, match="j.json: .*; python ci/job.py NAME --report FILE writes one"):
+        cells.read_reports(tmp_path)
+
+
+@pytest.mark.parametrize("arguments, code", [(["--help"], 0), (["--chek"], 2), (["x"], 2)])
+def test_the_tables_are_written_only_when_that_is_asked_for(arguments, code, monkeypatch, capsys):
+    monkeypatch.setattr(tables, "page", lambda: pytest.fail("the page was made"))
+    with pytest.raises(SystemExit) as ended:
+        tables.main(arguments)
+    assert ended.value.code == code and capsys.readouterr()
+
+
+@pytest.mark.parametrize("script", [tables, matrix])
+def test_a_broken_manifest_is_told_in_one_line(script, monkeypatch):
+    def claims():
+        raise RegistrationError("x/manifest.toml: title is missing")
+    monkeypatch.setattr(matrix, "claims", claims)
+    with pytest.raises(SystemExit, match="^x/manifest.toml: title is missing$"):
+        script.main(["--check"])
+
 
 def case(outcome: str, id: str = "linear[q4_0+q4_1,T3,bf16]", **more) -> dict:
     op = id.partition("[")[0]
@@ -222,10 +318,22 @@ def test_a_recorded_report_is_read_back(tmp_path):
     (tmp_path / "k.json").write_text(job.record({**ABOUT, "job": "k"}, None))
     reports = cells.read_reports(tmp_path)
     assert reports["j"]["date"] == "2026-01-01" and reports["j"]["ok"] and reports["k"]["cases"] == []
+    assert "the suite gave no report" in tables._runs({"jobs": {"k": {"platform": "p", "device": "d"}}}, reports)
     assert reports["j"]["cases"] == [{k: v for k, v in case("passed").items() if v != ""}]
 
 
 # ---- a job
+
+@pytest.mark.parametrize("report, code, ok", [('{"ok": true}', 0, True), ('{"ok": true}', 1, False), (None, 0, None)])
+def test_conformance_is_ok_only_if_report_and_exit_code_say_so(tmp_path, report, code, ok):
+    """Any program that takes the arguments of Python, in its place."""
+    fake = tmp_path / "python"
+    fake.write_text(f"#!{sys.executable}\nimport sys\n" + (
+        f"open(sys.argv[-1].partition('=')[2], 'w').write({report!r})\n" if report else "") + f"sys.exit({code})\n")
+    fake.chmod(0o755)
+    found = job.conformance(fake, "acme")
+    assert found is None if report is None else found["ok"] is ok
+
 
 def test_a_module_that_must_be_absent_fails_the_job():
     job.check_absent(Path(sys.executable), ["no_such_framework"])
