@@ -134,6 +134,7 @@ I32, F16 = np.int32, np.float16
     ("awq", {"quant_method": None}, {}, ["quant_method = 'none'"]),
     ("awq", {"version": "gemv"}, {}, ["version = 'gemv'", "gemm"]), ("awq", {"bits": 3}, {}, ["bits = 3"]),
     ("awq", {"zero_point": False}, {}, ["zero_point"]),
+    ("awq", {"version": None, "format": "gemv_fast"}, {}, ["format = 'gemv_fast'"]),
     ("awq", {"group_size": 64}, {}, ["scales", "[5, 160]", "groups of 64"]),
     ("awq", {"group_size": 0}, {}, ["group_size = 0"]), ("awq", {"group_size": "x" * 999}, {}, ["group_size = 'xxx"]),
     ("awq", {}, {f"{Q}.qzeros": None}, [Q, "no qzeros"]), ("awq", {}, {f"{Q}.qweight": None}, [Q, "no qweight"]),

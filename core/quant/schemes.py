@@ -133,7 +133,8 @@ def _stems(scheme: Scheme, tensors: Mapping[str, Described]) -> Iterator[str]:
 
 def _check_awq(settings: Fields) -> None:
     settings.integer("bits" if "bits" in settings else "w_bit", 4, low=4, high=4)
-    settings.choice("version", dict.fromkeys(("gemm", "GEMM"), ""), "gemm")
+    for key in ("version", "format", "checkpoint_format"):
+        settings.choice(key, {"gemm": "", "GEMM": ""}, "gemm")
     if not settings.flag("zero_point", True):
         raise settings.error("zero_point", False, "true")
 
