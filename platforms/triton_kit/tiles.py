@@ -81,7 +81,8 @@ def decode_tile(family: str, group: int, queries: int, head_dim: int, element_by
     """
     width = max(16, triton.next_power_of_2(head_dim))
     if is_rdna(family):
-        return Tile(packed_rows(group, queries, 32), 32 if width <= 64 else 16, 4, 2 if width <= 128 else 1)
+        ahead = width <= 128 and element_bytes > 1  # registers left for K and V of the next block
+        return Tile(packed_rows(group, queries, 32), 32 if width <= 64 else 16, 4, 2 if ahead else 1)
     rows = packed_rows(group, queries, 64 if width <= 128 else 32)
     most = 64 if element_bytes < 4 else 32 if width <= 64 else 16
     keys = fitting_keys(family, most, width, max(2, element_bytes))
