@@ -233,6 +233,20 @@ def candidates(source, collected, at, count, few):
 
 
 @triton.jit
+def weights(source, collected, at, count, few, least, min_p, largest, temperature, CUT: tl.constexpr):
+    """Masses of the candidates that are kept for sure, and 1 for those at the cut, of which some are."""
+    x = candidates(source, collected, at, count, few)
+    weight = relative(x, largest, temperature)
+    kept = (weight >= min_p) & (at < count)
+    same = at
+    if CUT:
+        key = key_of(x)
+        same = ((key == least) & (at < count)).to(tl.int32)
+        kept = kept & (key > least)
+    return tl.where(kept, fixed(weight), 0), same
+
+
+@triton.jit
 def divide(source, collected, count, few, least, largest, temperature, BLOCK: tl.constexpr):
     """The candidates whose key is at least `least`: number, mass, lowest key; and the highest key of the others."""
     number = tl.zeros((BLOCK,), tl.int32)
@@ -290,40 +304,49 @@ def cuts(source, collected, count, few, k, p, total, lowest, largest, temperatur
 
 
 @triton.jit
-def pick(source, collected, count, few, least, ties, min_p, uniform, largest, temperature, BLOCK: tl.constexpr):
-    """The place, among the candidates, of the first whose cumulative kept mass exceeds uniform * all kept mass."""
-    tied_weight = relative(value_of(least), largest, temperature)
-    tied = tl.where(tied_weight >= min_p, fixed(tied_weight), 0)
+def pick(source, collected, count, few, least, ties, min_p, uniform, largest, temperature, CUT: tl.constexpr,
+         BLOCK: tl.constexpr):
+    """The place, among the candidates, of the first whose cumulative kept mass exceeds uniform * all kept mass.
+
+    CUT: those are kept whose key is above `least`, and the first `ties` whose key is just that; else all. And of these
+    those of a weight of at least min_p.
+    """
+    tied = tl.full((), 0, tl.int64)
+    left = tl.full((), 0, tl.int32)
+    if CUT:
+        weight = relative(value_of(least), largest, temperature)
+        tied = tl.where(weight >= min_p, fixed(weight), 0)
     mass = tl.zeros((BLOCK,), tl.int64)
     equal = tl.zeros((BLOCK,), tl.int32)
     for first in range(0, count, BLOCK):
         at = first + tl.arange(0, BLOCK)
-        x = candidates(source, collected, at, count, few)
-        key = key_of(x)
-        weight = relative(x, largest, temperature)
-        mass += tl.where((key > least) & (weight >= min_p) & (at < count), fixed(weight), 0)
-        equal += ((key == least) & (at < count)).to(tl.int32)
-    total = tl.sum(mass, 0) + tl.minimum(tl.sum(equal, 0), ties) * tied
+        kept, same = weights(source, collected, at, count, few, least, min_p, largest, temperature, CUT)
+        mass += kept
+        if CUT:
+            equal += same
+    total = tl.sum(mass, 0)
+    if CUT:
+        left = tl.minimum(tl.sum(equal, 0), ties)
+        total += left * tied
     target = tl.minimum(share(total, uniform), total - 1)
     found = count
     passed = tl.zeros((), tl.int64)
-    left = ties
     first = 0
     while (first < count) & (found == count):
         at = first + tl.arange(0, BLOCK)
-        x = candidates(source, collected, at, count, few)
-        key = key_of(x)
-        weight = relative(x, largest, temperature)
-        kept = tl.where((key > least) & (weight >= min_p) & (at < count), fixed(weight), 0)
-        same = ((key == least) & (at < count)).to(tl.int32)
-        here = tl.minimum(tl.sum(same, 0), left)
-        block = tl.sum(kept, 0) + here * tied
+        kept, same = weights(source, collected, at, count, few, least, min_p, largest, temperature, CUT)
+        block = tl.sum(kept, 0)
+        if CUT:
+            here = tl.minimum(tl.sum(same, 0), left)
+            block += here * tied
         if passed + block > target:
-            kept += tl.where((same != 0) & (tl.cumsum(same, 0) <= left), tied, 0)
+            if CUT:
+                kept += tl.where((same != 0) & (tl.cumsum(same, 0) <= left), tied, 0)
             over = (kept > 0) & (passed + tl.cumsum(kept, 0) > target)
             found = tl.min(tl.where(over, at, count), 0)
         passed += block
-        left -= here
+        if CUT:
+            left -= here
         first += BLOCK
     return tl.minimum(found, count - 1)
 
@@ -363,7 +386,7 @@ def draw_kernel(x, best, targets, temperature, uniform, top_k, top_p, min_p, val
                     least, ties = cuts(source, collected, count, few, k, p, total, lowest, largest, heat, BLOCK)
             floor_p = tl.load(min_p + row) if min_p is not None else 0.0
             place = pick(source, collected, count, few, least, ties, floor_p, tl.load(uniform + row), largest, heat,
-                         BLOCK)
+                         values is not None, BLOCK)
             token = place
             if values is not None:
                 token = tl.where(few, tl.load(ids + row * CAPACITY + place, mask=few, other=0), place)
