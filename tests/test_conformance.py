@@ -42,7 +42,7 @@ from .conforming import hold
 from .platform_mutants import Mutant
 from .tiny_mlx import pack_codes
 
-COST = 40  # seconds
+COST = 50  # seconds
 OTHERS = [case for case in all_cases() if case.law != "ops"]
 
 

@@ -18,7 +18,7 @@ from .platform_mutants import (
     Mutant,
 )
 
-COST = 25  # seconds
+COST = 40  # seconds
 FAILED = (Outcome.WRONG, Outcome.ERROR)
 
 
