@@ -52,6 +52,7 @@ class AcceleratorPlatform:
     page_sizes: tuple[int, ...] = (16, 32, 64, 128, 8, 1)
     buckets = BUCKETS
     options_known: tuple[str, ...] = ("graphs",)
+    default_graphs = MODES[0]
     kv_share = 0.9
     rank = 20
 
@@ -78,7 +79,7 @@ class AcceleratorPlatform:
 
     def probe(self, rank: int = 0, world: int = 1) -> Manifest:
         check_options(self.name, self.options, self.options_known)
-        mode = self.options.get("graphs", MODES[0])
+        mode = self.options.get("graphs", self.default_graphs)
         if mode not in MODES:
             raise Unavailable(f"graphs={mode!r}: one of {', '.join(MODES)} is needed")
         if world != 1:

@@ -7,13 +7,13 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from ...core.platform import AttentionSpec, Bucket, RawTensor, RopeSpec, Sampling, WeightSpec
+from ...core.platform import AttentionSpec, Bucket, MoESpec, RawTensor, RopeSpec, Sampling, WeightSpec
 from ..accelerator.attention import Composed, View
 from ..accelerator.device import Device
 from ..accelerator.kernels import Kernels
-from ..accelerator.quant import Leaf, Vector
+from ..accelerator.quant import Experts, Leaf, Vector
 from ..accelerator.sampling import Sampled
-from . import activation, attention_decode, attention_ragged, kv_write, norm, rope, sampling
+from . import activation, attention_decode, attention_ragged, kv_write, moe_gemm, norm, rope, sampling
 from .paged import PagedKV, paged_kv
 from .tiles import Tile, decode_tile, ragged_tile
 from .weights import KEPT, Kept, Policy, load_weight
@@ -101,6 +101,10 @@ class TritonKernels(Kernels):
 
     def act_mul(self, gate: torch.Tensor, up: torch.Tensor, kind: str) -> torch.Tensor:
         return activation.act_mul(gate, up, kind)
+
+    def moe(self, x: torch.Tensor, logits: torch.Tensor, w13: Experts, w2: Experts, spec: MoESpec,
+            bias: torch.Tensor | None) -> torch.Tensor:
+        return moe_gemm.moe(x, logits, w13.weight.matrix, w2.weight.matrix, spec, bias, family=self.device.arch)
 
     def sampling_arrays(self, sampling_: Sampling, targets: np.ndarray) -> dict[str, np.ndarray]:
         return sampling.host_arrays(sampling_, len(targets)) | {"targets": targets}

@@ -15,21 +15,23 @@ _active = threading.local()
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **meta: Any) -> None:
-    """Start `kernel` on a grid of one to three axes, and tell this thread's recorder. An empty grid starts nothing.
+    """Start `kernel` on a grid of one to three axes, or have this thread's recorder do so. An empty grid starts nothing.
 
     meta: the kernel's compile-time constants, and num_warps and num_stages where its defaults are not wanted.
     """
     if 0 in grid:
         return
-    kernel[grid](*args, **meta)
     record = getattr(_active, "recorder", None)
     if record is not None:
         record(kernel, grid, args, meta)
+    else:
+        kernel[grid](*args, **meta)
 
 
 @contextmanager
 def recording(recorder: Recorder) -> Iterator[None]:
-    """Within the block, `recorder(kernel, grid, args, meta)` is called after each launch of this thread."""
+    """Within the block, `recorder(kernel, grid, args, meta)` is called for each launch of this thread, and is to start
+    it."""
     before = getattr(_active, "recorder", None)
     _active.recorder = recorder
     try:

@@ -30,10 +30,12 @@ class CaptureError(RuntimeError):
 class _Recording(TorchDispatchMode):
     def __init__(self, calls: list[Callable[[], None]]) -> None:
         super().__init__()
-        self.calls = calls
+        self.calls, self.paused = calls, False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self.paused:
+            return func(*args, **kwargs)
         name = str(func)
         if any(name == wait or name.startswith(wait + ".") for wait in WAITS):
             raise CaptureError(f"{name} waits for the device")
@@ -46,8 +48,10 @@ class _Recording(TorchDispatchMode):
 
 
 class _Reading(TorchFunctionMode):
+    paused = False
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in READS:
+        if func in READS and not self.paused:
             raise CaptureError(f"{func.__name__} waits for the device")
         return func(*args, **(kwargs or {}))
 
@@ -86,8 +90,7 @@ class RecordedGraph:
 
     def capture_begin(self) -> None:
         self._open = ExitStack()
-        self._open.enter_context(_Reading())
-        self._open.enter_context(_Recording(self.calls))
+        self._modes = [self._open.enter_context(mode) for mode in (_Reading(), _Recording(self.calls))]
         try:
             from isthmus.platforms.triton_kit.launch import recording
         except ImportError:  # no Triton here: there are no kernels to record
@@ -105,4 +108,12 @@ class RecordedGraph:
                 call()
 
     def _kernel(self, kernel: Any, grid: Any, args: Any, meta: Any) -> None:
+        """Start it, unseen: the interpreter itself computes with torch and numpy."""
+        for mode in self._modes:
+            mode.paused = True
+        try:
+            kernel[grid](*args, **meta)
+        finally:
+            for mode in self._modes:
+                mode.paused = False
         self.calls.append(lambda: kernel[grid](*args, **meta))
