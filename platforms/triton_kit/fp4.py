@@ -9,11 +9,11 @@ from __future__ import annotations
 import torch
 
 from .launch import Specialization
-from .linear_int4 import pack_groups, pack_panels
+from .linear_int4 import pack_groups, pack_nibbles
 from .linear_kernel import linear, linear_specializations
 from .linear_tiles import Matrix, Tile, linear_tile
 
-HALF = {"mxfp4": 32, "nvfp4": 64}
+PANEL = 128
 GROUP = {"mxfp4": 32, "nvfp4": 16}
 
 
@@ -40,10 +40,10 @@ def pack_fp4(codes: torch.Tensor, scale: torch.Tensor, global_scale: torch.Tenso
     if (global_scale is None) != (kind == "mxfp4"):
         raise ValueError("NVFP4 has a global scale, MXFP4 has none")
     values = torch.stack([codes & 15, codes >> 4], -1).flatten(-2)
-    panels = -(-width // (2 * HALF[kind]))
+    groups = -(-width // PANEL) * PANEL // GROUP[kind]
     second = None if global_scale is None else _spread(global_scale, codes.shape, sizes)
-    return Matrix(kind, pack_panels(values, HALF[kind], 4), codes.shape[-2], width,
-                  pack_groups(bits, panels * 2 * HALF[kind] // GROUP[kind]), second, GROUP[kind], HALF[kind],
+    return Matrix(kind, pack_nibbles(values), codes.shape[-2], width, pack_groups(bits, groups), second, GROUP[kind],
+                  PANEL // 2,
                   experts=codes.shape[0] if codes.ndim == 3 else 0)
 
 
@@ -71,5 +71,6 @@ def fp4_linear(x: torch.Tensor, weight: Matrix, bias: torch.Tensor | None = None
 def specializations() -> list[Specialization]:
     """Both formats in bf16."""
     return [found for kind in ("mxfp4", "nvfp4")
-            for found in linear_specializations(kind, kind, scale="u8", second="fp32" if kind == "nvfp4" else None,
-                                                group=GROUP[kind], half=HALF[kind])]
+            for found in linear_specializations(kind, kind, w="i32", scale="u8",
+                                                second="fp32" if kind == "nvfp4" else None, group=GROUP[kind],
+                                                half=PANEL // 2)]

@@ -3,10 +3,10 @@
 AWQ, GPTQ, MLX and the affine block formats of GGUF (`platforms.expand.affine`) are all this form; they are packed once
 at load. Sources: Lin et al. 2023 (AWQ), Frantar et al. 2022 (GPTQ).
 
-Packed codes are panels [panels, rows, half] bytes: for each panel of 2 * half values along `in` (half values of 8 bits)
-the rows lie one behind the other, so that a tile is one piece of memory. Byte j of a row holds value j of the panel in
-its low half and value half + j in its high half: unpacking is a mask and a shift, and no value changes its lane.
-Scale and second are [groups, rows].
+Packed codes are panels: for each panel of values along `in` the rows lie one behind the other, so that a tile is one
+piece of memory. A panel of 4-bit codes is 128 values, 16 words of 32 bits a row: value 32 q + 2 j + h is nibble q + 4 h
+of word j. So an `and` and an `or` make two neighbouring values of 16 bits at once. A panel of 8-bit codes is `half`
+bytes, as they are. Scale and second are [groups, rows].
 """
 from __future__ import annotations
 
@@ -20,15 +20,21 @@ from .linear_tiles import Matrix, Tile, linear_tile
 EXACT = (torch.float16, torch.bfloat16, torch.float32)  # the first that holds all scales without a change is kept
 
 
-def pack_panels(codes: torch.Tensor, half: int, bits: int) -> torch.Tensor:
-    """Codes [..., rows, in] uint8 -> panels [..., panels, rows, half] uint8; `in` is filled up with zeros."""
-    span = half * 8 // bits
+def pack_bytes(codes: torch.Tensor, half: int) -> torch.Tensor:
+    """Codes [..., rows, in] uint8 -> panels [..., ceil(in / half), rows, half] uint8; `in` is filled up with zeros."""
     *lead, rows, width = codes.shape
-    panels = -(-width // span)
-    padded = torch.nn.functional.pad(codes, (0, panels * span - width))
-    parts = padded.reshape(*lead, rows, panels, span // half, half).movedim(-3, -4)
-    packed = parts[..., 0, :] if bits == 8 else parts[..., 0, :] | parts[..., 1, :] << 4
-    return packed.contiguous()
+    panels = -(-width // half)
+    padded = torch.nn.functional.pad(codes, (0, panels * half - width))
+    return padded.reshape(*lead, rows, panels, half).movedim(-2, -3).contiguous()
+
+
+def pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
+    """Codes 0..15 [..., rows, in] uint8 -> panels [..., ceil(in / 128), rows, 16] int32."""
+    parts = pack_bytes(codes, 128)
+    parts = parts.reshape(*parts.shape[:-1], 4, 16, 2)  # quarter, word, half of the word
+    low, high = ((part[..., 0, :] | part[..., 1, :] << 4, part[..., 2, :] | part[..., 3, :] << 4)
+                 for part in parts.unbind(-1))
+    return torch.stack([*low, *high], -1).view(torch.int32).squeeze(-1).contiguous()
 
 
 def pack_groups(values: torch.Tensor, groups: int) -> torch.Tensor:
@@ -69,11 +75,12 @@ def pack_affine(codes: np.ndarray | torch.Tensor, scale: np.ndarray | torch.Tens
         codes, minimum = (codes.to(torch.int16) + 128).to(torch.uint8), minimum - 128 * scale
     zero = torch.where(scale == 0, 0.0, torch.round(-minimum / scale))
     whole = bool((zero.abs() <= 256).all()) and torch.equal(-zero * scale, minimum)
-    half = 32 if group == 32 else 64
+    half = 32 if group == 32 and bits == 8 else 64
     span = half * 8 // bits
     padded = 1 if group == 0 else -(-width // span) * span // group if group < span else groups
     packed = [pack_groups(part, padded) for part in _narrowest(scale, zero if whole else minimum)]
-    return Matrix(f"affine{bits}", pack_panels(codes, half, bits), codes.shape[-2], width, *packed, group, half, whole,
+    panels = pack_nibbles(codes) if bits == 4 else pack_bytes(codes, half)
+    return Matrix(f"affine{bits}", panels, codes.shape[-2], width, *packed, group, half, whole,
                   codes.shape[0] if codes.ndim == 3 else 0)
 
 
@@ -92,4 +99,4 @@ def specializations() -> list[Specialization]:
                                                (8, 0, True, "bf16"))
             for found in linear_specializations(
                 f"affine{bits} g{group or 'row'} {x}", f"affine{bits}", x=x, out=x, scale="fp16", second="fp16",
-                group=group, half=32 if group == 32 else 64, zero=zero)]
+                w="i32" if bits == 4 else "u8", group=group, half=64, zero=zero)]

@@ -27,24 +27,42 @@ def whole(byte, dtype: tl.constexpr):
     return narrow((byte.to(tl.uint32) | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0, dtype)
 
 
+@triton.constexpr_function
+def offset(dtype):
+    """What `nibbles` adds to a code."""
+    return 128.0 if dtype == tl.bfloat16 else 1024.0 if dtype == tl.float16 else 0.0
+
+
 @triton.jit
-def nibble(code, dtype: tl.constexpr):
-    """Codes 0..15 plus the `offset` of the type: one `or` makes 128 + n in bf16, 1024 + n in f16."""
-    if dtype == tl.bfloat16:
-        y = (code.to(tl.uint16) | 0x4300).to(tl.bfloat16, bitcast=True)
-    elif dtype == tl.float16:
-        y = (code.to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True)
+def either(words, QUARTER: tl.constexpr, ROWS: tl.constexpr):
+    """Nibbles QUARTER and QUARTER + 4 of 16 words a row, one behind the other: [ROWS, 32] int32."""
+    pair = (words >> (4 * QUARTER)) & 0x000F000F
+    return tl.reshape(tl.join(pair & 0xFFFF, pair >> 16), (ROWS, 32))
+
+
+@triton.jit
+def nibbles(words, dtype: tl.constexpr, QUARTER: tl.constexpr, ROWS: tl.constexpr):
+    """Codes of a quarter of a panel, [ROWS, 32], plus `offset`: one `or` with the bits of 128 (bf16) or 1024 (f16)
+    makes 128 + n or 1024 + n of two codes, which stay side by side, where the product wants them."""
+    if dtype == tl.float32:
+        y = whole(either(words, QUARTER, ROWS), dtype)
     else:
-        y = whole(code, dtype)
+        MAGIC: tl.constexpr = 0x43004300 if dtype == tl.bfloat16 else 0x64006400
+        pair = ((words >> (4 * QUARTER)) & 0x000F000F) | MAGIC
+        both = tl.join((pair & 0xFFFF).to(tl.uint16), (pair >> 16).to(tl.uint16))
+        y = tl.reshape(both, (ROWS, 32)).to(dtype, bitcast=True)
     return y
 
 
-@triton.constexpr_function
-def offset(dtype, bits):
-    """What `nibble` adds to a code."""
-    if bits == 8:
-        return 0.0
-    return 128.0 if dtype == tl.bfloat16 else 1024.0 if dtype == tl.float16 else 0.0
+@triton.jit
+def sums_of(x, ROWS: tl.constexpr, TOKENS: tl.constexpr):
+    """Sum of each token's activations [k, TOKENS], so that it can be added to a product: [ROWS, TOKENS], or
+    [1, TOKENS]. For few tokens the matrix unit, which has time, takes the place of shuffles."""
+    if TOKENS <= 32:
+        y = tl.dot(tl.full((ROWS, x.shape[0]), 1.0, tl.float32).to(x.dtype), x, input_precision="ieee")
+    else:
+        y = tl.sum(x.to(tl.float32), 0)[None, :]
+    return y
 
 
 @triton.jit
@@ -147,94 +165,100 @@ def fold(acc, part, sums, scale_ptr, second_ptr, group, rows, row, OFFSET: tl.co
         shift = -(second + OFFSET) * scale
     else:
         shift = second - OFFSET * scale
-    return acc + scale[:, None] * part + shift[:, None] * sums[None, :]
+    return acc + scale[:, None] * part + shift[:, None] * sums
 
 
 @triton.jit
-def affine(x_ptr, w_ptr, scale_ptr, second_ptr, token, row, first, last, width, rows, x_stride, BITS: tl.constexpr,
-           GROUP: tl.constexpr, HALF: tl.constexpr, ZERO: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr,
-           TOKENS: tl.constexpr):
-    """Groups w = scale * code + minimum: sum(x w) = scale * sum(x code) + minimum * sum(x)."""
+def affine4(x_ptr, w_ptr, scale_ptr, second_ptr, token, row, first, last, width, rows, x_stride, GROUP: tl.constexpr,
+            ZERO: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr):
+    """Groups w = scale * code + minimum: sum(x w) = scale * sum(x code) + minimum * sum(x). Panels of 128 codes."""
     dtype: tl.constexpr = x_ptr.dtype.element_ty
-    OFFSET: tl.constexpr = offset(dtype, BITS)
-    SPAN: tl.constexpr = HALF * 8 // BITS
-    k = first * SPAN + tl.arange(0, HALF)
+    OFFSET: tl.constexpr = offset(dtype)
+    k = first * 128 + tl.arange(0, 32)
     x_at = x_ptr + token[None, :] * x_stride + k[:, None]
-    w_at = w_ptr + tl.cast(first, tl.int64) * rows * HALF + row[:, None] * HALF + tl.arange(0, HALF)[None, :]
+    w_at = w_ptr + (tl.cast(first, tl.int64) * rows + row[:, None]) * 16 + tl.arange(0, 16)[None, :]
     acc = tl.zeros((ROWS, TOKENS), tl.float32)
-    total = tl.zeros((TOKENS,), tl.float32)
+    part = tl.zeros((ROWS, TOKENS), tl.float32)
+    sums = tl.zeros((ROWS if TOKENS <= 32 else 1, TOKENS), tl.float32)
     for step in range(first, last):
-        packed = tl.load(w_at)
-        x = read_tokens(x_at, k, width, EVEN)
-        sums = tl.sum(x.to(tl.float32), 0)
-        if BITS == 4:
-            more = read_tokens(x_at + HALF, k + HALF, width, EVEN)
-            low = nibble(packed & 15, dtype)
-            high = nibble(packed >> 4, dtype)
-            more_sums = tl.sum(more.to(tl.float32), 0)
-            if GROUP == 0:
-                acc = tl.dot(low, x, acc, input_precision="ieee")
-                acc = tl.dot(high, more, acc, input_precision="ieee")
-                total += sums + more_sums
-            elif GROUP < SPAN:
-                part = tl.dot(low, x, input_precision="ieee")
-                acc = fold(acc, part, sums, scale_ptr, second_ptr, 2 * step, rows, row, OFFSET, ZERO)
-                part = tl.dot(high, more, input_precision="ieee")
-                acc = fold(acc, part, more_sums, scale_ptr, second_ptr, 2 * step + 1, rows, row, OFFSET, ZERO)
+        words = tl.load(w_at)
+        for quarter in tl.static_range(4):
+            x = read_tokens(x_at + 32 * quarter, k + 32 * quarter, width, EVEN)
+            codes = nibbles(words, dtype, quarter, ROWS)
+            if GROUP == 32 or (GROUP == 64 and quarter % 2 == 0) or (GROUP > 64 and quarter == 0):
+                part = tl.dot(codes, x, input_precision="ieee")
+                sums = sums_of(x, ROWS, TOKENS)
             else:
-                part = tl.dot(low, x, input_precision="ieee")
-                part = tl.dot(high, more, part, input_precision="ieee")
-                acc = fold(acc, part, sums + more_sums, scale_ptr, second_ptr, step // (GROUP // SPAN), rows, row,
-                           OFFSET, ZERO)
-        elif GROUP == 0:
-            acc = tl.dot(whole(packed, dtype), x, acc, input_precision="ieee")
-            total += sums
-        else:
-            part = tl.dot(whole(packed, dtype), x, input_precision="ieee")
-            acc = fold(acc, part, sums, scale_ptr, second_ptr, step // (GROUP // SPAN), rows, row, OFFSET, ZERO)
-        x_at += SPAN
-        w_at += tl.cast(rows, tl.int64) * HALF
-        k += SPAN
+                part = tl.dot(codes, x, part, input_precision="ieee")
+                sums += sums_of(x, ROWS, TOKENS)
+            if GROUP == 32:
+                acc = fold(acc, part, sums, scale_ptr, second_ptr, 4 * step + quarter, rows, row, OFFSET, ZERO)
+            elif GROUP == 64 and quarter % 2 == 1:
+                acc = fold(acc, part, sums, scale_ptr, second_ptr, 2 * step + quarter // 2, rows, row, OFFSET, ZERO)
+        if GROUP > 64:
+            acc = fold(acc, part, sums, scale_ptr, second_ptr, step // (GROUP // 128), rows, row, OFFSET, ZERO)
+        x_at += 128
+        w_at += tl.cast(rows, tl.int64) * 16
+        k += 128
     if GROUP == 0:
-        acc = fold(tl.zeros((ROWS, TOKENS), tl.float32), acc, total, scale_ptr, second_ptr, 0, rows, row, OFFSET, ZERO)
+        acc = fold(acc, part, sums, scale_ptr, second_ptr, 0, rows, row, OFFSET, ZERO)
     return acc
 
 
 @triton.jit
-def nvfp4_values(code, scale_ptr, group, rows, row, dtype: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr):
-    """e2m1 times the e4m3 scale of its 16: six significant bits, exact in bf16 and f16."""
-    scale = tl.load(scale_ptr + (group + tl.arange(0, HALF // 16))[None, :] * rows + row[:, None])
-    spread = tl.broadcast_to(e4m3(scale)[:, :, None], (ROWS, HALF // 16, 16))
-    return narrow(e2m1(code) * tl.reshape(spread, (ROWS, HALF)), dtype)
+def affine8(x_ptr, w_ptr, scale_ptr, second_ptr, token, row, first, last, width, rows, x_stride, GROUP: tl.constexpr,
+            HALF: tl.constexpr, ZERO: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr):
+    """As `affine4`, in panels of HALF codes."""
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    k = first * HALF + tl.arange(0, HALF)
+    x_at = x_ptr + token[None, :] * x_stride + k[:, None]
+    w_at = w_ptr + (tl.cast(first, tl.int64) * rows + row[:, None]) * HALF + tl.arange(0, HALF)[None, :]
+    acc = tl.zeros((ROWS, TOKENS), tl.float32)
+    total = tl.zeros((ROWS if TOKENS <= 32 else 1, TOKENS), tl.float32)
+    for step in range(first, last):
+        packed = tl.load(w_at)
+        x = read_tokens(x_at, k, width, EVEN)
+        sums = sums_of(x, ROWS, TOKENS)
+        if GROUP == 0:
+            acc = tl.dot(whole(packed, dtype), x, acc, input_precision="ieee")
+            total += sums
+        else:
+            part = tl.dot(whole(packed, dtype), x, input_precision="ieee")
+            acc = fold(acc, part, sums, scale_ptr, second_ptr, step // (GROUP // HALF), rows, row, 0.0, ZERO)
+        x_at += HALF
+        w_at += tl.cast(rows, tl.int64) * HALF
+        k += HALF
+    if GROUP == 0:
+        acc = fold(tl.zeros((ROWS, TOKENS), tl.float32), acc, total, scale_ptr, second_ptr, 0, rows, row, 0.0, ZERO)
+    return acc
 
 
 @triton.jit
 def float4(x_ptr, w_ptr, scale_ptr, token, row, first, last, width, rows, x_stride, GROUP: tl.constexpr,
-           HALF: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr):
-    """e2m1 in blocks of 32 (e8m0: the sum of a block is scaled) or 16 (e4m3: each value is, exactly)."""
+           EVEN: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr):
+    """e2m1 in blocks of 32 (e8m0: the sum of a block is scaled) or of 16 (e4m3: each value is; six significant bits,
+    exact in bf16 and f16). Panels of 128 codes, as in `affine4`."""
     dtype: tl.constexpr = x_ptr.dtype.element_ty
-    k = first * 2 * HALF + tl.arange(0, HALF)
+    k = first * 128 + tl.arange(0, 32)
     x_at = x_ptr + token[None, :] * x_stride + k[:, None]
-    w_at = w_ptr + tl.cast(first, tl.int64) * rows * HALF + row[:, None] * HALF + tl.arange(0, HALF)[None, :]
+    w_at = w_ptr + (tl.cast(first, tl.int64) * rows + row[:, None]) * 16 + tl.arange(0, 16)[None, :]
     acc = tl.zeros((ROWS, TOKENS), tl.float32)
     for step in range(first, last):
-        packed = tl.load(w_at)
-        x = read_tokens(x_at, k, width, EVEN)
-        more = read_tokens(x_at + HALF, k + HALF, width, EVEN)
-        if GROUP == 16:
-            g = step * (HALF // 8)
-            low = nvfp4_values(packed & 15, scale_ptr, g, rows, row, dtype, HALF, ROWS)
-            high = nvfp4_values(packed >> 4, scale_ptr, g + HALF // 16, rows, row, dtype, HALF, ROWS)
-            acc = tl.dot(low, x, acc, input_precision="ieee")
-            acc = tl.dot(high, more, acc, input_precision="ieee")
-        else:
-            scale = e8m0(tl.load(scale_ptr + 2 * step * rows + row))
-            acc += scale[:, None] * tl.dot(narrow(e2m1(packed & 15), dtype), x, input_precision="ieee")
-            scale = e8m0(tl.load(scale_ptr + (2 * step + 1) * rows + row))
-            acc += scale[:, None] * tl.dot(narrow(e2m1(packed >> 4), dtype), more, input_precision="ieee")
-        x_at += 2 * HALF
-        w_at += tl.cast(rows, tl.int64) * HALF
-        k += 2 * HALF
+        words = tl.load(w_at)
+        for quarter in tl.static_range(4):
+            x = read_tokens(x_at + 32 * quarter, k + 32 * quarter, width, EVEN)
+            values = e2m1(either(words, quarter, ROWS))
+            if GROUP == 16:
+                group = 8 * step + 2 * quarter + tl.arange(0, 2)
+                scale = e4m3(tl.load(scale_ptr + group[None, :] * rows + row[:, None]))
+                spread = tl.reshape(tl.broadcast_to(scale[:, :, None], (ROWS, 2, 16)), (ROWS, 32))
+                acc = tl.dot(narrow(values * spread, dtype), x, acc, input_precision="ieee")
+            else:
+                scale = e8m0(tl.load(scale_ptr + (4 * step + quarter) * rows + row))
+                acc += scale[:, None] * tl.dot(narrow(values, dtype), x, input_precision="ieee")
+        x_at += 128
+        w_at += tl.cast(rows, tl.int64) * 16
+        k += 128
     return acc
 
 
@@ -245,17 +269,15 @@ def product(x_ptr, xs_ptr, w_ptr, scale_ptr, second_ptr, token, row, scale_row, 
     """[ROWS, TOKENS] float32: weight rows `row` (int64) times tokens `token` (int64), steps first .. last along `in`,
     all scales applied. Layouts: `linear_tiles.Matrix`; xs: scale of each token (and 128 values)."""
     if KIND == "affine4":
-        acc = affine(x_ptr, w_ptr, scale_ptr, second_ptr, token, row, first, last, width, rows, x_stride, 4, GROUP,
-                     HALF, ZERO, EVEN, ROWS, TOKENS)
+        acc = affine4(x_ptr, w_ptr, scale_ptr, second_ptr, token, row, first, last, width, rows, x_stride, GROUP, ZERO,
+                      EVEN, ROWS, TOKENS)
     elif KIND == "affine8":
-        acc = affine(x_ptr, w_ptr, scale_ptr, second_ptr, token, row, first, last, width, rows, x_stride, 8, GROUP,
-                     HALF, ZERO, EVEN, ROWS, TOKENS)
+        acc = affine8(x_ptr, w_ptr, scale_ptr, second_ptr, token, row, first, last, width, rows, x_stride, GROUP, HALF,
+                      ZERO, EVEN, ROWS, TOKENS)
     elif KIND == "mxfp4":
-        acc = float4(x_ptr, w_ptr, scale_ptr, token, row, first, last, width, rows, x_stride, 32, HALF, EVEN, ROWS,
-                     TOKENS)
+        acc = float4(x_ptr, w_ptr, scale_ptr, token, row, first, last, width, rows, x_stride, 32, EVEN, ROWS, TOKENS)
     elif KIND == "nvfp4":
-        acc = float4(x_ptr, w_ptr, scale_ptr, token, row, first, last, width, rows, x_stride, 16, HALF, EVEN, ROWS,
-                     TOKENS)
+        acc = float4(x_ptr, w_ptr, scale_ptr, token, row, first, last, width, rows, x_stride, 16, EVEN, ROWS, TOKENS)
         acc = acc * tl.load(second_ptr + row)[:, None]
     elif KIND == "fp8_block" or KIND == "fp8_block_weight":
         acc = blocked(x_ptr, xs_ptr, w_ptr, scale_ptr, token, row, scale_row, first, last, width, x_stride, xs_stride,

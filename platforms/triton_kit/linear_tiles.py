@@ -23,9 +23,10 @@ class Matrix(NamedTuple):
     fp8_block         codes [rows, width] fp8; scale [blocks of rows, ceil(width / 128)] float32 for blocks of 128 x 128
                       of each part of `parts` equal parts of rows. Activations are quantized per token and 128 values.
     fp8_weight, fp8_block_weight   the same with codes as uint8 (e4m3), expanded in registers: no fp8 unit is needed.
-    affine4, affine8  codes [panels, rows, half] uint8, see `linear_int4`; scale and second [groups, rows]; `second` is
-                      the minimum, or the zero point in codes where `zero`. group 0 = the whole row.
-    mxfp4             codes as affine4 with half 32; scale [width / 32, rows] uint8 (e8m0).
+    affine4, affine8  codes [panels, rows, half / 4] int32, or [panels, rows, half] uint8, see `linear_int4`; scale and
+                      second [groups, rows]; `second` is the minimum, or the zero point in codes where `zero`.
+                      group 0 = the whole row.
+    mxfp4             codes as affine4; scale [width / 32, rows] uint8 (e8m0).
     nvfp4             codes as affine4; scale [width / 16, rows] uint8 (e4m3); second [rows] float32, global scales.
     """
 
@@ -73,14 +74,15 @@ def _rdna(family: str) -> bool:
     return family.startswith(("gfx10", "gfx11", "gfx12"))
 
 
-def _holds_two_sums(kind: str, family: str) -> bool:
-    """Whether 128 x 128 results fit the registers: kinds with groups add up a group by itself beside the result."""
-    return kind in PLAIN or family in ("sm_90", "sm_100", "sm_103")
-
-
 def _step(kind: str, family: str) -> int:
     """128 bytes of a row; 64 values where the compute units' shared memory is small."""
     return 64 if kind == "dense" or (kind in PLAIN and family.startswith("gfx")) else 128
+
+
+def _tall(kind: str, across: int, family: str) -> int:
+    """Rows of a tile of few tokens. Hopper's memory is ahead of its instructions: with 128 rows what does not grow with
+    them (tokens, pipeline) is shared by twice the codes to unpack."""
+    return 128 if family == "sm_90" and across == 16 and kind in ("affine4", "mxfp4", "nvfp4") else 64
 
 
 def linear_tile(kind: str, tokens: int, width: int, rows: int, family: str = "sm_90", units: int = 132) -> Tile:
@@ -94,16 +96,18 @@ def linear_tile(kind: str, tokens: int, width: int, rows: int, family: str = "sm
     step = _step(kind, family)
     if tokens <= 64:
         across = min(max(16, triton.next_power_of_2(tokens)), 32 if _rdna(family) else 64)
-        programs = triton.cdiv(rows, 64) * triton.cdiv(tokens, across)
+        tall = _tall(kind, across, family)
+        programs = triton.cdiv(rows, tall) * triton.cdiv(tokens, across)
         most = min(16, width // 512)
         splits = 1
         while 2 * splits <= most and programs * splits < 2 * units:
             splits *= 2
         warps = 8 if _rdna(family) and across == 32 else 4
-        return Tile(64, across, step, splits, warps, _stages(family, deep=across < 64))
+        return Tile(tall, across, step, splits, warps, _stages(family, deep=across < 64))
     if _rdna(family):
-        return Tile(64, 64, step, 1, 8, 2)
-    large = triton.cdiv(rows, 128) * triton.cdiv(tokens, 128) >= units and _holds_two_sums(kind, family)
+        return Tile(64, 64 if kind in PLAIN else 32, step, 1, 8, 2)
+    # The other kinds add up a group by itself beside the result: 128 x 128 of both do not fit the registers.
+    large = triton.cdiv(rows, 128) * triton.cdiv(tokens, 128) >= units and kind in PLAIN
     return Tile(128, 128 if large else 64, step, 1, 8, _stages(family, deep=False))
 
 
@@ -112,12 +116,12 @@ def grouped_tile(kind: str, tokens: int, top_k: int, experts: int, family: str =
     each = tokens * top_k / experts
     step = _step(kind, family)
     across = 16 if each <= 16 else 32 if each <= 48 else 64 if each <= 192 else 128
-    if across == 128 and not _holds_two_sums(kind, family):
+    if across == 128 and kind not in PLAIN:
         across = 64
     if _rdna(family):
-        return Tile(64, min(across, 64), step, 1, 4 if across < 32 else 8, 2)
+        return Tile(64, min(across, 64 if kind in PLAIN else 32), step, 1, 4 if across < 32 else 8, 2)
     if across <= 32:
-        return Tile(64, across, step, 1, 4, _stages(family, deep=True))
+        return Tile(_tall(kind, across, family), across, step, 1, 4, _stages(family, deep=True))
     return Tile(128, across, step, 1, 8, _stages(family, deep=False))
 
 

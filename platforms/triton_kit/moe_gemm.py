@@ -162,7 +162,7 @@ def moe(x: torch.Tensor, logits: torch.Tensor, w13: Matrix, w2: Matrix, spec: Mo
     return combine(grouped_gemm(values, w2, plan, tile, x_scale=scale, dtype=x.dtype), ids, weights, expert_map)
 
 
-SIZES = {"decode": 16, "batch": 512, "prompt": 8192}  # tokens, 8 of 128 experts each
+SIZES = {"decode": 16, "prompt": 8192}  # tokens, 8 of 128 experts each
 
 
 def _specializations(name: str, kind: str, *, x: str = "bf16", w: str = "u8", scale: str | None = "fp32",
@@ -196,8 +196,9 @@ def specializations() -> list[Specialization]:
         for kind in ("fp8", "fp8_block"):
             found += _specializations(f"{kind} {fp8}", kind, x=fp8, w=fp8, unsupported=FP8_TARGETS[fp8])
     found += _specializations("fp8_block_weight", "fp8_block_weight")
-    found += _specializations("affine4 g128", "affine4", scale="fp16", second="fp16", group=128, half=64, zero=True)
-    found += _specializations("mxfp4", "mxfp4", scale="u8", group=32, half=32)
+    found += _specializations("affine4 g128", "affine4", w="i32", scale="fp16", second="fp16", group=128, half=64,
+                              zero=True)
+    found += _specializations("mxfp4", "mxfp4", w="i32", scale="u8", group=32, half=64)
     found.append(Specialization(
         "combine", combine_kernel, {"y_ptr": "*bf16:16", "ids_ptr": "*i32:16", "weights_ptr": "*fp32:16",
                                     "out_ptr": "*bf16:16", "width": "i32:16"},

@@ -246,6 +246,8 @@ def specializations() -> list[Specialization]:
             f"route {name}", route_kernel, signature | ({"bias_ptr": "*fp32:16"} if groups > 1 else {}),
             absent | {"TOP_K": 8, "GROUPS": groups, "TOP_GROUPS": top_groups, "SIGMOID": sigmoid, "RENORMALIZE": True,
                       "GROUPS_PADDED": groups, "SIZE_PADDED": experts // groups, "TOP_K_PADDED": 8}, 1))
+        if groups > 1:
+            continue
         step = max(8, min(64, TILE // experts))
         counting = {"ids_ptr": "*i32:16", "entries": "i32"}
         placing = counting | {"order_ptr": "*i32:16", "counts_ptr": "*i32:16", "offsets_ptr": "*i32:16",
