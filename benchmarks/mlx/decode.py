@@ -1,16 +1,21 @@
 """Decode speed of the mlx platform beside mlx-lm: the same weights, the same machine, in turn, in one process.
 
     python benchmarks/mlx/decode.py --model FILE.gguf [--forms 4bit bf16] [--concurrent 1 4] [--rounds 5] [--tokens 16]
+    python benchmarks/mlx/decode.py --model FILE.gguf [--forms 4bit bf16] --warmup [--rounds 5]
 
 The weights are expanded, rounded to bfloat16 and written once as a checkpoint of MLX's layout, plain ("bf16") and
 with every matrix in 4-bit groups of 64 ("4bit", by `mx.quantize`, as mlx-lm's converter does). Both engines load that
 folder. Every round decodes greedily after a fresh prompt, first with one engine, then with the other, in alternating
 order; a figure is the median over the rounds, in ms for a step of all concurrent requests, prefill left out.
+
+With --warmup: the first step of each bucket of prompt tokens beside the median of later ones, through the engine, one
+prompt of so many tokens a step. The difference is tracing, MLX's compilation (its C++ compiler's time too) and buffers.
 """
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import tempfile
 import time
@@ -139,6 +144,24 @@ def compare(engines: list[Any], count: int, tokens: int, rounds: int, vocabulary
         "same_texts": f"{same} of {total}"}
 
 
+def warm_up(engine: EngineCore, rounds: int, buckets: tuple[int, ...] = (8, 32, 128)) -> list[dict[str, Any]]:
+    """[wall, processor] ms of the first step of a prompt that fills a bucket, and of the median later one."""
+    rng, lines = np.random.default_rng(0), []
+    for tokens in buckets:
+        times = []
+        for turn in range(rounds + 1):
+            prompt = rng.integers(0, engine.info.vocab_size, tokens).tolist()
+            engine.submit(Submit(f"w{tokens}-{turn}", pack_ids(prompt), SamplingParams(max_tokens=1, temperature=0.0)))
+            began, busy = time.perf_counter(), sum(os.times()[:4])
+            while engine.has_work:
+                engine.step()
+            times.append([1e3 * (time.perf_counter() - began), 1e3 * (sum(os.times()[:4]) - busy)])
+        later = [statistics.median(each) for each in zip(*times[1:], strict=True)]
+        lines.append({"tokens": tokens, "first": np.round(times[0]).tolist(), "later": np.round(later).tolist()})
+        print(f"  {lines[-1]}", flush=True)
+    return lines
+
+
 def timed(make: Callable[[Path], Any], folder: Path) -> tuple[Any, float]:
     began = time.perf_counter()
     return make(folder), round(time.perf_counter() - began, 2)
@@ -151,6 +174,7 @@ def main() -> None:
     parser.add_argument("--concurrent", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=16)
+    parser.add_argument("--warmup", action="store_true", help="the first step of each bucket, no comparison")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     report: dict[str, Any] = {"mlx": mx.__version__, "mlx_lm": mlx_lm.__version__, "device": mx.device_info(),
@@ -158,9 +182,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         for form in args.forms:
             folder = write_checkpoint(args.model, Path(scratch) / form, form == "4bit")
-            (ours, load), (theirs, _) = timed(Ours, folder), timed(MlxLm, folder)
+            ours, load = timed(Ours, folder)
             vocabulary = ours.engine.info.vocab_size
             print(f"{form}: loaded and warmed up in {load} s; {'; '.join(ours.engine.info.report)}", flush=True)
+            if args.warmup:
+                report["results"].append({"form": form, "load_seconds": load,
+                                          "buckets": warm_up(ours.engine, args.rounds)})
+                ours.engine.close()
+                continue
+            theirs = MlxLm(folder)
             for count in args.concurrent:
                 line = {"form": form, "concurrent": count, "load_seconds": load}
                 line |= compare([ours, theirs], count, args.tokens, args.rounds, vocabulary)
