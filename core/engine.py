@@ -14,6 +14,7 @@ from . import startup
 from .cache.manager import CacheManager
 from .config import Config
 from .contract import check_ops
+from .discovery import told
 from .env import debug_level
 from .errors import CheckpointError
 from .manifests import missing_features
@@ -82,7 +83,7 @@ class EngineCore:
         self._page_size, self._overlap, self._clock = sizes.page_size, loaded.overlap, clock
         self._state_spec = sizes.state
         self._state = self._platform.alloc(sizes.state, sizes.pages)
-        self._next_look, self._given_back = 0.0, 0
+        self._next_look, self._given_back, self._blind = 0.0, 0, False
         self._steps: dict[Bucket | None, Step] = {}
         self._flight: tuple[Plan, Out] | None = None
         self.cache = CacheManager(sizes.pages, sizes.page_size, config.cache.eviction_policy, config.cache.prefix_cache)
@@ -122,9 +123,9 @@ class EngineCore:
         if not floor or now < self._next_look:
             return []
         self._next_look = now + LOOK
-        total, free = self._platform.memory()
         had, least = self.cache.pool.capacity, self.scheduler.limits.max_pages
         left = max(least, had * 3 // 4)
+        total, free = self._free_memory()
         if free >= floor * total or left >= had:
             return []
         outputs = self._land()
@@ -135,7 +136,7 @@ class EngineCore:
         self._given_back += had - left
         self._next_look = now + LOOK_AGAIN
         log.warning("%d of %d MiB are free on %s: %d of %d pages of K and V were given back, running requests are "
-                    "computed anew", free >> 20, total >> 20, self._manifest.name, had - left, had)
+                    "computed anew", free / 2**20, total / 2**20, self._manifest.name, had - left, had)
         return outputs
 
     def command(self, name: str) -> dict[str, Any]:
@@ -238,6 +239,21 @@ class EngineCore:
         if not self.has_work:  # else `step` looks
             self.relieve()
         return {"steps": self.steps, "busy": self.has_work}
+
+    def _free_memory(self) -> tuple[float, float]:
+        """(total, free) bytes on the device; as if all were free while the platform cannot say, which it logs once."""
+        try:
+            total, free = map(float, self._platform.memory())
+            if not 0 <= free <= total:
+                raise ValueError(f"memory() gave {free:g} of {total:g}")
+        except Exception as error:  # what it says is advice: requests do not fail for want of it
+            if not self._blind:
+                log.warning("%s cannot say how much memory is free, so none is given back until it can: %s",
+                            self._manifest.name, told(error))
+            self._blind = True
+            return 0.0, 0.0
+        self._blind = False
+        return total, free
 
     def _verify(self) -> dict[str, Any]:
         self.scheduler.verify()

@@ -26,6 +26,19 @@ def cut(text: str, size: int) -> str:
     return text if len(text) <= size else text[:size] + "..."
 
 
+def said(error: BaseException) -> str:
+    """What an exception says, whatever its class makes of that; "" when it says nothing that can be shown."""
+    try:
+        return printable(str(error))
+    except Exception:  # of its own __str__
+        return ""
+
+
+def printable(text: str) -> str:
+    """The text, lines kept, with "?" for what steers a terminal, is not seen or has no encoding."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "?" for c in text)
+
+
 class IsthmusError(Exception):
     """Base of every deliberate error."""
 

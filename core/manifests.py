@@ -77,7 +77,10 @@ def find_file(found: Found) -> Path:
     if found.entry is None:
         return platform_root() / found.name / FILE
     top, *rest = found.entry.module.split(".")
-    spec = find_spec(top)  # of the outermost package only: nothing is imported
+    try:
+        spec = find_spec(top)  # of the outermost package only: nothing is imported
+    except (ImportError, ValueError) as error:
+        raise RegistrationError(f"platform {found.name!r}: {error}") from error
     if spec is None or not spec.submodule_search_locations:
         raise RegistrationError(f"platform {found.name!r}: {found.entry.value} is not inside an installed package")
     folder = Path(next(iter(spec.submodule_search_locations)), *rest)
@@ -86,6 +89,8 @@ def find_file(found: Found) -> Path:
 
 def read_claim(found: Found) -> Claim:
     """A platform's manifest file. Raises `RegistrationError` that names the file and everything wrong with it."""
+    if found.problem:
+        raise RegistrationError(found.problem)
     path = find_file(found)
     if not path.is_file():
         raise RegistrationError(f"platform {found.name!r} has no {FILE} beside its module ({path})")
@@ -96,7 +101,7 @@ def read_file(path: Path) -> Claim:
     """A manifest file, as `read_claim`."""
     try:
         claim = msgspec.convert(tomllib.loads(path.read_text("utf-8")), Claim)
-    except (OSError, ValueError) as error:  # msgspec's and tomllib's errors are ValueErrors
+    except (OSError, ValueError, RecursionError) as error:  # msgspec's and tomllib's errors are ValueErrors
         raise RegistrationError(f"{path}: {error}") from error
     problems = _problems(claim)
     if problems:
@@ -127,6 +132,10 @@ def _problems(claim: Claim) -> list[str]:
     problems += [f"lacks.{word} is neither op nor feature" for word in claim.lacks if word not in (*OPS, *FEATURES)]
     if claim.determinism not in TIERS:
         problems.append(f"determinism {claim.determinism!r} is not one of {', '.join(TIERS)}")
+    texts = {**claim.ops, **claim.lacks, "title": claim.title, "devices": claim.devices, "library": claim.library,
+             "requires": claim.requires}
+    problems += [f"{name} holds characters that cannot be printed on a line: {text!r:.60}"
+                 for name, text in texts.items() if not text.isprintable()]
     problems += [f"{name} is empty" for name in ("compute_dtypes", "kv_dtypes", "page_sizes")
                  if not getattr(claim, name)]
     return problems

@@ -50,6 +50,11 @@ def signature_gaps(candidate: Any, contract: type, methods: tuple[str, ...],
     return gaps
 
 
+def is_name(name: str, reserved: Collection[str] = ("auto",)) -> bool:
+    """May an implementation be called that: a word that stands for nothing else?"""
+    return name not in reserved and name.replace("-", "").replace("_", "").isalnum()
+
+
 class Registry:
     """Named implementations of one contract.
 
@@ -63,7 +68,7 @@ class Registry:
 
     def register(self, name: str, entry: type) -> type:
         """Add `entry` under `name`. Raises `RegistrationError` for a duplicate, a reserved name or any gap."""
-        if name in self.reserved or not name.replace("-", "").replace("_", "").isalnum():
+        if not is_name(name, self.reserved):
             raise RegistrationError(f"{self.kind} name {name!r} is reserved or not a word")
         if name in self._entries:
             raise RegistrationError(f"{self.kind} {name!r} is registered already, by {self._entries[name].__module__}")

@@ -4,6 +4,7 @@ A platform answers questions (its manifest); it never changes a setting. Every c
 """
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,14 +12,17 @@ from pathlib import Path
 from typing import Any
 
 from .config import Config, shown_size, size_bytes
-from .discovery import choose_platform, load_platform
+from .discovery import choose_platform, load_platform, probe, told
 from .errors import CheckpointError, ConfigError
 from .models.config import ModelConfig
 from .models.loader import LoadedModel, load_model, read_config
 from .platform import Manifest
+from .processes.ranks import Ranks
 from .specs import StateSpec
 from .weights.checkpoint import open_checkpoint
 from .weights.sources import recommended_sampling, resolve_model
+
+log = logging.getLogger(__name__)
 
 DTYPES = {"float64": "f64", "float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 KV_DTYPES = DTYPES | {"fp8_e4m3": "f8_e4m3", "fp8_e5m2": "f8_e5m2", "int8": "i8"}
@@ -62,7 +66,7 @@ def load(config: Config, progress: Progress | None = None, platform: Any = None)
     """
     tell = progress or (lambda stage, done, total: None)
     platform, manifest, reason = claim_platform(config, platform)
-    world = manifest.local_ranks
+    world = config.parallel.tensor_parallel_size
     dtype = compute_dtype(config, manifest)
     page_size = choose_page_size(config, manifest)
     path = Path(resolve_model(config.model.model, config.model.revision, tell))
@@ -97,6 +101,7 @@ def named(path: Path) -> Iterator[None]:
 def claim_platform(config: Config, platform: Any = None) -> tuple[Any, Manifest, str]:
     """The platform given or asked for, or the best there is, probed: (platform, manifest, why this one)."""
     reason = "given by the caller"
+    name = "given"
     if platform is None:
         options = platform_options(config.platform.platform_option)
         name, reason = config.platform.platform, "named by the user"
@@ -104,11 +109,24 @@ def claim_platform(config: Config, platform: Any = None) -> tuple[Any, Manifest,
             name, reason = choose_platform(options)
         platform = load_platform(name, options)
     world = config.parallel.tensor_parallel_size
-    manifest = platform.probe(0, world)
-    if manifest.local_ranks != world:
-        raise ConfigError(f"--tensor-parallel-size {world}: {manifest.name} runs one rank in each process, and engines "
-                          "of several processes are not built yet")
+    manifest = probe(name, platform, 0, world)
+    if manifest.local_ranks == 1 < world:
+        platform = Ranks(platform, config, world)
+    elif manifest.local_ranks != world:
+        raise ConfigError(f"--tensor-parallel-size {world}: {manifest.name} runs {manifest.local_ranks} ranks")
     return platform, manifest, reason
+
+
+def load_rank(config: Config, rank: int, world: int) -> tuple[Any, LoadedModel]:
+    """Another rank's platform with its share of the model on it, as rank 0 has its own."""
+    options = platform_options(config.platform.platform_option)
+    name = config.platform.platform
+    platform = load_platform(choose_platform(options)[0] if name == "auto" else name, options)
+    manifest = platform.probe(rank, world)
+    path = Path(resolve_model(config.model.model, config.model.revision))
+    with named(path), open_checkpoint(path) as checkpoint:
+        return platform, load_model(checkpoint, platform, manifest, compute_dtype(config, manifest),
+                                    config.model.strict, None, choose_page_size(config, manifest), world)
 
 
 def platform_options(pairs: tuple[str, ...]) -> dict[str, str]:
@@ -153,7 +171,11 @@ def choose_page_size(config: Config, manifest: Manifest) -> int:
 def _free_memory(platform: Any, manifest: Manifest, weight_bytes: int) -> int:
     """Bytes left on one device after its weights: measured where the platform can, else computed."""
     if callable(getattr(platform, "memory", None)):
-        return platform.memory()[1]
+        try:
+            return max(0, int(platform.memory()[1]))
+        except Exception as error:
+            log.warning("%s cannot say how much memory is free (%s): it is taken from its probe", manifest.name,
+                        told(error))
     return max(0, manifest.memory_free - weight_bytes)
 
 

@@ -4,6 +4,10 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -20,6 +24,8 @@ from isthmus.core.platform import Unavailable
 from isthmus.platforms.options import check_options
 
 from .checkpoints import tiny_llama_gguf, write_safetensors
+
+COST = 20  # seconds
 
 
 @pytest.fixture(autouse=True)
@@ -103,6 +109,42 @@ def test_doctor_survives_whatever_is_broken(monkeypatch, capsys):
     monkeypatch.setattr("isthmus.core.discovery.probe_all", broken)
     assert main(["doctor"]) == 1
     assert "/proc is not mounted" in capsys.readouterr().out
+
+
+def probing(folder: Path, line: str) -> list[str]:
+    """Python's arguments for `isthmus doctor` where an installed package's platform runs this line in its probe."""
+    info = folder / "acme-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[isthmus.platforms]\nacme = acme_chip:Platform\n")
+    (folder / "acme_chip.py").write_text(
+        "import os, sys\nfrom isthmus.platforms.null.platform import Platform as Null\nclass Platform(Null):\n"
+        f"    def probe(self, rank=0, world=1):\n        {line}\n")
+    (folder / "null").mkdir()
+    (folder / "null" / "platform.py").touch()  # the only one of the folders that is listed
+    return [sys.executable, "-c", f"import pathlib, sys; sys.path.insert(0, {str(folder)!r}); from isthmus.core import "
+            "discovery; from isthmus.core.cli import doctor, main; doctor.MAX_SECONDS = 5; discovery.platform_root = "
+            f"lambda: pathlib.Path({str(folder)!r}); sys.exit(main.main(['doctor']))"]
+
+
+@pytest.mark.parametrize("line, code, told", [
+    ("sys.exit(0)", 0, "acme_chip.py:5: SystemExit: 0"),
+    ("os.abort()", -signal.SIGABRT, "acme_chip.py\", line 5 in probe"),
+    ("[iter(int, 1) and None for _ in iter(int, 1)]", 1, "acme_chip.py\", line 5 in probe"),
+])
+def test_doctor_names_the_platform_that_ends_it_or_never_ends(tmp_path, line, code, told):
+    done = subprocess.run(probing(tmp_path, line), capture_output=True, text=True, timeout=60,
+                          env={**os.environ, "COLUMNS": "200"})
+    assert done.returncode == code and told in done.stdout + done.stderr, done.stdout + done.stderr
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full here")
+@pytest.mark.parametrize("words", [["doctor"], ["doctor", "--json"], ["version"]])
+def test_output_that_cannot_be_written_is_told_in_one_line(words):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-m", "isthmus.core.cli.main", *words], stdout=full,
+                              stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 2 and done.stderr == "isthmus: [Errno 28] No space left on device\n"
 
 
 def test_explain_names_values_origins_and_decisions(tiny, capsys, monkeypatch):

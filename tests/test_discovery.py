@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from isthmus.core import discovery
+from isthmus.core import discovery, manifests
 from isthmus.core.discovery import (
     check_platform,
     choose_platform,
@@ -135,6 +135,65 @@ def test_a_mistake_inside_a_library_is_the_librarys(install, tmp_path):
 def test_a_mistake_in_probe_is_told_with_file_and_line(install):
     install("broken", VENDOR + "\n    def probe(self, rank=0, world=1):\n        return self.devicee\n")
     assert "py:10: AttributeError: 'Platform' object has no attribute 'devicee'" in told(probe_all()["broken"])
+
+
+@pytest.mark.parametrize("line, told", [
+    ("raise SystemExit(0)", "SystemExit: 0"), ("raise GeneratorExit", "GeneratorExit"),
+    ("raise BaseException('odd')", "BaseException: odd"), ("raise Mute", "Mute"),
+])
+@pytest.mark.parametrize("place", ["module", "__init__", "probe", "close"])
+def test_what_would_end_the_process_costs_the_platform_only(install, place, line, told):
+    mute = "class Mute(Exception):\n    def __str__(self):\n        raise RuntimeError('no words')\n"
+    body = f"    def {place}(self, rank=0, world=1):\n        {line}\n" if place != "module" else line + "\n"
+    install("broken", mute + VENDOR + body)
+    install("acme", VENDOR)
+    probed = probe_all()
+    assert isinstance(probed["acme"], Manifest) and told in discovery.told(probed["broken"])
+    assert choose_platform()[0] == "acme"
+
+
+@pytest.mark.parametrize("answer, told", [
+    ("None", "probe returned a NoneType, a Manifest is needed"), ("{}", "probe returned a dict"),
+    ("replace(self.at_best(), rank='high')", "Expected `int`, got `str` - at `$.rank`"),
+    ("replace(self.at_best(), compute_dtypes=('f32', 3))", "got `int` - at `$.compute_dtypes[1]`"),
+    ("replace(self.at_best(), compute_dtypes='f32')", "Expected `array`, got `str`"),
+    ("replace(self.at_best(), kv_dtypes=())", "nothing in kv_dtypes"),
+    ("replace(self.at_best(), memory_free=object())", "object"), ("replace(self.at_best(), memory_free=1.5)", "`int`"),
+    ("replace(self.at_best(), details={'a': 1})", "$.details"), ("replace(self.at_best(), buckets=7)", "$.buckets"),
+    ("replace(self.at_best(), buckets=Buckets(('a',), (1,), (1,)))", "$.buckets.tokens[0]"),
+])
+def test_a_manifest_of_wrong_types_is_told_and_passed_over(install, answer, told):
+    install("acme", VENDOR)
+    install("broken", VENDOR + f"    at_best = Null.probe\n    def probe(self, rank=0, world=1):\n"
+                               f"        return {answer}\n" + "from isthmus.core.platform import Buckets\n")
+    probed = probe_all()
+    assert isinstance(probed["acme"], Manifest) and told in str(probed["broken"])
+    assert "platform 'broken'" in str(probed["broken"]) and choose_platform()[0] == "acme"
+
+
+def test_what_a_platform_says_of_itself_cannot_steer_a_terminal(install):
+    install("acme", VENDOR.replace('"Acme 9000"', '"Acme\\x1b[2J\\n 9000 \\udc80", details={"a\\r": "b\\x07"}'))
+    manifest = probe_all()["acme"]
+    assert manifest.device == "Acme?[2J 9000 ?" and manifest.details == {"a?": "b?"}
+
+
+@pytest.mark.parametrize("name, value, told", [
+    ("auto", "null_of_others:Platform", "the name is reserved or not a word"),
+    ("a b", "null_of_others:Platform", "the name is reserved or not a word"),
+    ("odd", "!!!", "the entry point '!!!' is not of the form module:Class"),
+    ("odd", "null_of_others", "the entry point 'null_of_others' is not of the form module:Class"),
+])
+def test_an_entry_point_that_is_none_is_told_and_passed_over(install, tmp_path, name, value, told):
+    install("acme", VENDOR)
+    install("x", VENDOR)
+    file = tmp_path / "x" / "isthmus_x-1.0.dist-info" / "entry_points.txt"
+    file.write_text(f"[isthmus.platforms]\n{name} = {value}\n")
+    assert told in list_platforms()[name].problem
+    with pytest.raises(RegistrationError, match="package isthmus-x: "):
+        load_platform(name)
+    assert told in str(probe_all()[name]) and choose_platform()[0] == "acme"
+    with pytest.raises(RegistrationError, match="package isthmus-x: "):
+        manifests.read_claim(list_platforms()[name])
 
 
 def test_a_name_from_two_sources_is_refused_and_the_others_stay(install):

@@ -12,6 +12,7 @@ from isthmus.core.config import Config, SchedulerSettings
 from isthmus.core.engine import EngineCore
 from isthmus.core.messages import SamplingParams, Submit, TokenOutput, pack_ids, unpack_ids
 from isthmus.core.specs import LayerState, StateSpec
+from isthmus.platforms.null.platform import Platform as Null
 
 from .scheduling import EOS, VOCAB, Device, Fault, draw_token, requested
 
@@ -176,6 +177,48 @@ def test_pages_are_given_back_when_memory_gets_short(engine, overlap, monkeypatc
     assert core.command("stats")["pages_total"] == 12
     longest = submit(core, "long", list(range(1, 40)), max_tokens=9)
     assert tokens_of(run(core), "long") == right(longest)
+
+
+@pytest.mark.parametrize("answer", [OSError("driver says no"), None, ("a", None), (1000,), (1000, float("nan")),
+                                    (1000, -5)])
+def test_a_failed_look_at_memory_costs_no_request_anything(engine, answer, monkeypatch, caplog):
+    """It is told once, until the platform can say again."""
+    core, now, answers = engine(True), [2.0], [answer]
+    monkeypatch.setattr(core, "_clock", lambda: now[0])
+    monkeypatch.setattr(core, "_manifest", replace(core._manifest, memory_floor=0.1))
+
+    def memory():
+        if isinstance(answers[0], Exception):
+            raise answers[0]
+        return answers[0]
+    monkeypatch.setattr(core.device, "memory", memory, raising=False)
+    request = submit(core, "r", [1, 5, 6, 7, 8], max_tokens=9)
+    outputs = []
+    while core.has_work:
+        outputs += core.step()
+        now[0] += 2
+    assert tokens_of(outputs, "r") == right(request)
+    core.command("ping")
+    assert caplog.text.count("cannot say how much memory is free") == 1
+    answers[0], now[0] = (1000, 99), now[0] + 60
+    core.command("ping")
+    assert core.command("stats")["pages_given_back"] == 8, "as before, once it works"
+    answers[0], now[0] = answer, now[0] + 60
+    core.command("ping")
+    assert caplog.text.count("cannot say how much memory is free") == 2
+
+
+@pytest.mark.parametrize("answer", [OSError("driver says no"), None, ("a", None)])
+def test_memory_that_cannot_be_measured_is_computed(answer, caplog):
+    manifest = Null({}).probe()
+
+    class Platform:
+        def memory(self):
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+    assert startup._free_memory(Platform(), manifest, 5) == manifest.memory_free - 5
+    assert "null cannot say how much memory is free" in caplog.text
 
 
 def test_a_pool_shrinks_only_when_nobody_owns_a_page():

@@ -75,6 +75,19 @@ def outside(tmp_path, monkeypatch):
     return make
 
 
+def test_a_file_nested_too_deep_is_told_as_any_other(outside):
+    found = outside("x = " + "[" * 5000 + "]" * 5000)
+    with pytest.raises(RegistrationError, match="chip/manifest.toml: .*recursion"):
+        manifests.read_claim(found)
+
+
+@pytest.mark.parametrize("old, new, what", [('title = "t"', 'title = "t\\u001b[2J"', "title"),
+                                            ('"no cap"', '"no\\ncap"', "softcap")])
+def test_texts_that_would_steer_a_terminal_are_refused(outside, old, new, what):
+    with pytest.raises(RegistrationError, match=f"{what} holds characters that cannot be printed on a line: '"):
+        manifests.read_claim(outside(GOOD.replace(old, new)))
+
+
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
     return str(tiny_llama_gguf(tmp_path_factory.mktemp("tiny") / "tiny.gguf"))

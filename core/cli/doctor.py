@@ -2,10 +2,13 @@
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import os
 import platform as machine
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -19,6 +22,7 @@ LIBRARIES = ("numpy", "msgspec", "pyzmq", "starlette", "uvicorn", "tokenizers", 
              "torch", "jax", "mlx")
 MAX_REASON = 150  # characters of one platform's reason
 MAX_PLATFORMS = 12
+MAX_SECONDS = 300  # of all probes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,12 +31,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, resolved: Resolved) -> int:
     """0 when the platform that was asked for can run, or any where none was; else 1."""
-    report = examine(resolved.config.platform)
+    with _watched():
+        report = examine(resolved.config.platform)
     if arguments.json:
         print(json.dumps(report, ensure_ascii=False))
     else:
         print("\n".join(lines(report)))
     return 0 if report["chosen"] else 1
+
+
+@contextmanager
+def _watched() -> Iterator[None]:
+    """A probe inside that crashes, or never ends, is known by its lines, which are all that is left to say then."""
+    if sys.__stderr__ is None:
+        yield
+        return
+    if not faulthandler.is_enabled():
+        faulthandler.enable(sys.__stderr__)
+    faulthandler.dump_traceback_later(MAX_SECONDS, exit=True, file=sys.__stderr__)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def examine(settings: PlatformSettings) -> dict[str, Any]:
@@ -78,22 +98,11 @@ def _platforms(settings: PlatformSettings) -> dict[str, Any]:
     if asked and asked not in found:
         found[asked] = {"available": False, "reason": f"not installed{suggest(asked, found)}"}
     elif asked and options:
-        found[asked] = _finding(_probe(asked, options))
+        found[asked] = _finding(probe_all(options, [asked])[asked])
     _add_offers(found)
     usable = [name for name, entry in found.items() if entry["available"] and asked in (None, name)]
     chosen = max(usable, key=lambda name: (found[name]["rank"], name), default=None)
     return {"platforms": found, "asked": asked, "chosen": chosen, "problem": None}
-
-
-def _probe(name: str, options: dict[str, str]) -> Any:
-    from ..discovery import load_platform
-    try:
-        platform = load_platform(name, options)
-        manifest = platform.probe()
-        getattr(platform, "close", lambda: None)()
-        return manifest
-    except Exception as error:  # why it cannot run is what doctor is asked for
-        return error
 
 
 def _finding(answer: Any) -> dict[str, Any]:
@@ -112,7 +121,8 @@ def _add_offers(found: Mapping[str, dict[str, Any]]) -> None:
     from ..manifests import Claim, read_claims
     for name, claim in read_claims().items():
         if name in found and not isinstance(claim, Claim):
-            found[name]["manifest_problem"] = str(claim)
+            if found[name].get("reason") != str(claim):
+                found[name]["manifest_problem"] = str(claim)
         elif name in found and not found[name]["available"]:
             found[name]["offers"] = msgspec.to_builtins(claim)
 

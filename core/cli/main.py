@@ -1,15 +1,17 @@
 """The entry point `isthmus`."""
 from __future__ import annotations
 
+import errno
 import importlib
 import logging
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from ..env import debug_level
-from ..errors import ConfigError, IsthmusError, cut
+from ..errors import ConfigError, IsthmusError, cut, said
 from ..files import is_there
 from ..logs import announce, set_up_logging
 from .encoding import accept_every_character
@@ -24,7 +26,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit code: 0 done, 1 failed, 2 a deliberate error told in one line, 130 interrupted."""
     accept_every_character()
     try:
-        return _run(list(sys.argv[1:] if argv is None else argv))
+        code = _run(list(sys.argv[1:] if argv is None else argv))
+        if sys.stdout and not sys.stdout.closed:
+            sys.stdout.flush()
+        return code
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:  # the reader of our output has gone, as `isthmus models | head -1` does
@@ -35,12 +40,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         if debug_level():
             sys.excepthook(type(error), error, error.__traceback__)
-        announce(f"isthmus: {cut(str(error), MAX_MESSAGE)}", logging.ERROR)
+        announce(f"isthmus: {cut(said(error), MAX_MESSAGE)}", logging.ERROR)
+        if isinstance(error, OSError):
+            with suppress(OSError):  # else Python tries once more to write what is left
+                sys.stdout.close()
         return USAGE
 
 
 def _deliberate(error: Exception) -> bool:
-    if isinstance(error, IsthmusError):
+    if isinstance(error, IsthmusError) or isinstance(error, OSError) and error.errno == errno.ENOSPC:
         return True
     from ..platform import Unavailable, Unsupported
     from ..registry import RegistrationError
