@@ -1,0 +1,21 @@
+"""The xpu platform with reference kernels for vllm-xpu-kernels' operators, and no Triton; recorded graphs."""
+from __future__ import annotations
+
+from isthmus.platforms.accelerator.device import Device
+from isthmus.platforms.accelerator.kernels import Kernels
+from isthmus.platforms.xpu.kernels import XpuKernels
+from isthmus.platforms.xpu.operators import matching
+from isthmus.platforms.xpu.runtime import XpuPlatform
+
+from ..device import Emulated
+from .reference import register
+
+
+class Platform(Emulated, XpuPlatform):
+    __doc__ = XpuPlatform.__doc__
+    interface_version = 1
+    arch_name = "bmg"
+
+    def kernels(self, device: Device) -> XpuKernels:
+        register()
+        return XpuKernels(device, Kernels(device), matching()[0], "reference kernels")
