@@ -16,7 +16,7 @@ from ...core.platform import MoESpec
 from .launch import Specialization, launch
 
 LOWEST = tl.constexpr(-1.0e38)  # below every score, twice of it still finite; only what cannot be chosen is -inf
-TILE = 8192  # entries x experts in registers at once
+TILE = 4096  # entries x experts in registers at once
 ROWS = 16  # blocks that a program describes at once
 
 

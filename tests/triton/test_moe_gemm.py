@@ -12,6 +12,7 @@ from .interpreter import prepare
 DEVICE = prepare()
 from isthmus.core.platform import MoESpec  # noqa: E402
 from isthmus.platforms.triton_kit import fp4, linear_int4, linear_w8a8, moe_gemm, routing  # noqa: E402
+from isthmus.platforms.triton_kit.launch import recording  # noqa: E402
 from isthmus.platforms.triton_kit.linear_tiles import Matrix, Tile, grouped_tile  # noqa: E402
 
 COST = 30  # seconds
@@ -202,6 +203,23 @@ def test_a_nan_token_stays_alone():
     x[2] = float("nan")
     out = moe_gemm.moe(x, logits, w13, w2, spec, tile=TILE)
     assert torch.isnan(out[2]).all() and torch.equal(out[[0, 1, 3]], right[[0, 1, 3]])
+
+
+def test_launches_depend_on_shapes_alone():
+    """So that a graph recorded with one batch replays with another: same kernels, grids and sizes for any routing."""
+    spec = MoESpec(4, 2)
+    w13, w2 = made("dense", 4, 64, 32, seed=1)[0], made("dense", 4, 32, 32, seed=2)[0]
+    x = random(20, 32).bfloat16().to(DEVICE)
+    one_sided = torch.zeros(20, 4)
+    one_sided[:, 1:3] = 5
+    seen = []
+    for logits in (random(20, 4, seed=3), one_sided):
+        launches = []
+        with recording(lambda kernel, grid, args, meta, to=launches: to.append(
+                (grid, [tuple(arg.shape) if isinstance(arg, torch.Tensor) else arg for arg in args], meta))):
+            moe_gemm.moe(x, logits.to(DEVICE), w13, w2, spec, tile=TILE)
+        seen.append(launches)
+    assert len(seen[0]) == 5 and seen[0] == seen[1]
 
 
 def test_mistakes_are_told():
