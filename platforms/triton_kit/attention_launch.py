@@ -94,7 +94,7 @@ def refusal_of(q: str, kv: str, width: int) -> Callable[[str], str | None]:
     def reason(family: str) -> str | None:
         if kv == "fp8e4nv" and not converts_fp8(family):
             return f"{family} does not convert e4m3 itself: it runs the kernel that decodes the bits"
-        return refusal(family, width, ELEMENT_BYTES[q])
+        return refusal(family, width, ELEMENT_BYTES[q], ELEMENT_BYTES[kv])
     return reason
 
 

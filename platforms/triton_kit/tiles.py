@@ -42,13 +42,17 @@ def is_rdna(family: str) -> bool:
     return family.startswith("gfx1")
 
 
-def refusal(family: str, head_dim: int, element_bytes: int) -> str | None:
-    """Why attention does not run as a kernel on this family, or None. element_bytes: of q; for MLA head_dim is the
-    latent's width."""
+def refusal(family: str, head_dim: int, element_bytes: int, stored_bytes: int = 2) -> str | None:
+    """Why attention does not run as a kernel on this family, or None.
+
+    element_bytes: of q.  stored_bytes: of K and V.  For MLA head_dim is the latent's width.
+    """
     if is_rdna(family) and element_bytes == 4:
         return f"{family} has no matrix unit for float32: the operands would not fit the registers"
     if head_dim > 256 and is_rdna(family) or head_dim > 128 and family.startswith("gfx11"):
         return f"a head of {head_dim} numbers does not fit the registers of {family}"
+    if stored_bytes == 1 and is_rdna(family) and head_dim > (64 if family.startswith("gfx11") else 128):
+        return f"K and V of one byte with heads of {head_dim} numbers do not fit the registers of {family}"
     return None
 
 
@@ -102,8 +106,7 @@ def ragged_tile(family: str, head_dim: int, element_bytes: int) -> Tile:
     rows = 128 if width <= 128 else 64
     if is_amd(family):
         return Tile(rows, 64 if width <= 128 else 32, 4, 2)
-    large = family in ("sm_80", "sm_87", "sm_90", "sm_100", "sm_103")
-    keys = (64 if large else 32) if width <= 128 else 32
+    keys = 64 if width <= 128 and family in ("sm_90", "sm_100", "sm_103") or width <= 64 else 32
     return Tile(rows, keys, 8, DOUBLE)
 
 
