@@ -88,6 +88,8 @@ def check_activations(x: torch.Tensor, scale: torch.Tensor | None, weight: Matri
                              f"a {weight.kind} weight: expected {' or '.join(map(str, shapes))}")
     elif x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise ValueError(f"activations of a {weight.kind} weight are bfloat16, float16 or float32, not {x.dtype}")
+    elif weight.kind == "dense" and x.dtype != weight.codes.dtype:
+        raise ValueError(f"activations are {x.dtype}, the dense weight {weight.codes.dtype}: one type for both")
 
 
 def scale_stride(scale: torch.Tensor | None) -> int:

@@ -136,6 +136,11 @@ def test_one_scale_for_all_tokens():
     close(out, float64(x) * 0.25 @ float64(w).T * 0.5, np.abs(float64(x)) @ np.abs(float64(w)).T)
 
 
+def test_no_tokens():
+    weight = linear_w8a8.int8_matrix(torch.zeros(16, 64, dtype=torch.int8, device=DEVICE), torch.ones(16).to(DEVICE))
+    assert linear_w8a8.w8a8_linear(torch.zeros(0, 64, device=DEVICE), weight).shape == (0, 16)
+
+
 def test_fnuz_keeps_every_value():
     """All 256 codes: half the value, minus zero becomes zero, NaN stays NaN."""
     codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)

@@ -205,6 +205,13 @@ def test_a_nan_token_stays_alone():
     assert torch.isnan(out[2]).all() and torch.equal(out[[0, 1, 3]], right[[0, 1, 3]])
 
 
+def test_no_tokens():
+    spec = MoESpec(4, 2)
+    w13, w2 = made("dense", 4, 64, 32)[0], made("dense", 4, 32, 32)[0]
+    x = torch.zeros(0, 32, dtype=torch.bfloat16, device=DEVICE)
+    assert moe_gemm.moe(x, torch.zeros(0, 4, device=DEVICE), w13, w2, spec).shape == (0, 32)
+
+
 def test_launches_depend_on_shapes_alone():
     """So that a graph recorded with one batch replays with another: same kernels, grids and sizes for any routing."""
     spec = MoESpec(4, 2)
@@ -234,6 +241,8 @@ def test_mistakes_are_told():
     with pytest.raises(ValueError, match="blocks of 16"):
         plan = routing.sort_by_expert(torch.zeros(2, 2, dtype=torch.int32, device=DEVICE), 4, 16)
         moe_gemm.grouped_gemm(x.to(DEVICE), w13, plan, Tile(32, 32, 32), share=2)
+    with pytest.raises(ValueError, match="one type for both"):
+        moe_gemm.moe(x.float().to(DEVICE), logits.to(DEVICE), w13, w2, MoESpec(4, 2), tile=TILE)
     with pytest.raises(ValueError, match="experts are"):
         moe_gemm.dense_experts(torch.zeros(4, 4))
 
