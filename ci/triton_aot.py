@@ -70,6 +70,11 @@ def modules() -> dict[str, str]:
     return found
 
 
+def read_table() -> dict[str, Any]:
+    """What is committed: {"triton": version, "modules": see `run`}."""
+    return json.loads(TABLE.read_text("utf-8")) if TABLE.is_file() else {"triton": "", "modules": {}}
+
+
 def stale(table: dict[str, Any]) -> list[str]:
     """Modules that are not as they were when the table was made, or are no more."""
     current, recorded = modules(), {name: entry["source"] for name, entry in table["modules"].items()}
@@ -284,7 +289,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--cache", type=Path, default=graph.ROOT / ".build" / "triton_aot", metavar="FOLDER")
     parser.add_argument("--jobs", type=int, default=2, metavar="N", help="compilers at once")
     given = parser.parse_args(argv)
-    table = json.loads(TABLE.read_text("utf-8")) if TABLE.is_file() else {"triton": "", "modules": {}}
+    table = read_table()
     outdated = stale(table)
     if given.check:
         for module in outdated:
@@ -296,6 +301,7 @@ def main(argv: list[str]) -> int:
     whole = not given.changed or table["triton"] != triton.__version__
     names = given.only or [name for name in modules() if whole or name in outdated]
     results = run(names, given.targets, given.match, given.cache, given.jobs)
+    table = read_table()  # another run may have written meanwhile
     new = {"triton": triton.__version__,
            "modules": {name: results.get(name) or table["modules"][name] for name in sorted(modules())
                        if name in results or name in table["modules"]}}
