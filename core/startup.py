@@ -66,6 +66,14 @@ def load(config: Config, progress: Progress | None = None, platform: Any = None)
     """
     tell = progress or (lambda stage, done, total: None)
     platform, manifest, reason = claim_platform(config, platform)
+    try:
+        return _load_on(platform, manifest, reason, config, tell)
+    except BaseException:
+        getattr(platform, "close", lambda: None)()
+        raise
+
+
+def _load_on(platform: Any, manifest: Manifest, reason: str, config: Config, tell: Progress) -> Loaded:
     world = config.parallel.tensor_parallel_size
     dtype = compute_dtype(config, manifest)
     page_size = choose_page_size(config, manifest)

@@ -5,12 +5,13 @@ be computed anew; what is expanded first can be cut anywhere.
 """
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import gcd, lcm
 
 import numpy as np
 
-from ..core.platform import RawTensor, Unsupported
-from .expand import CODECS, SCALED
+from ..core.platform import RawTensor, Unsupported, WeightSpec
+from .expand import CODECS, SCALED, expand
 
 COLUMNS = ("awq", "gptq")  # that lie as [in, out], as their scales and zeros do
 
@@ -42,6 +43,23 @@ def cut(raw: RawTensor, axis: int, rank: int, world: int) -> RawTensor:
         else:
             beside.append(_share(part, part.shape[:-1], side, rank, world))
     return _share(raw, rows, side, rank, world)._replace(shape=tuple(shape), extra=tuple(beside))
+
+
+def shares(raws: Sequence[RawTensor], spec: WeightSpec, rank: int, world: int) -> list[RawTensor]:
+    """One rank's share of every part of a weight, as `WeightSpec.cut` says. What cannot be cut in its format is
+    expanded to float32 first. Raises `Unsupported` where that does not help: sizes that `world` does not divide."""
+    if world == 1 or spec.cut is None:
+        return list(raws)
+    if spec.role == "bias" and spec.cut == 1:  # rank 0 alone adds it
+        return list(raws) if rank == 0 else [_f32(np.zeros(raw.shape, np.float32)) for raw in raws]
+    try:
+        return [cut(raw, spec.cut, rank, world) for raw in raws]
+    except Unsupported:
+        return [cut(_f32(expand(raw)), spec.cut, rank, world) for raw in raws]
+
+
+def _f32(values: np.ndarray) -> RawTensor:
+    return RawTensor("f32", values.shape, values.view(np.uint8).reshape(-1))
 
 
 def _units(raw: RawTensor) -> tuple[int, int]:

@@ -24,6 +24,8 @@ from ...core.platform import (
     Unsupported,
     WeightSpec,
 )
+from ..collective import join, leave
+from ..cut import shares
 from ..options import check_options
 from .device import Device
 from .graph import Graph, accelerator_graph
@@ -53,6 +55,7 @@ class AcceleratorPlatform:
     buckets = BUCKETS
     options_known: tuple[str, ...] = ("graphs",)
     default_graphs = MODES[0]
+    collective = "nccl"  # torch.distributed's backend
     kv_share = 0.9
     rank = 20
 
@@ -82,15 +85,14 @@ class AcceleratorPlatform:
         mode = self.options.get("graphs", self.default_graphs)
         if mode not in MODES:
             raise Unavailable(f"graphs={mode!r}: one of {', '.join(MODES)} is needed")
-        if world != 1:
-            raise Unavailable(f"--platform={self.name} runs on a single device for now; {world} ranks were asked for")
+        self._rank, self._world = rank, world
         device = self.claim(rank, world)
         kernels, graphs = self.kernels(device), self.graphs(device) if mode != "off" else "turned off by an option"
         background = ThreadPoolExecutor(1, f"{self.name}-graphs") if mode == "background" else None
         self._runtime = Runtime(device, kernels, Staging(device), graphs, background, self._captured)
         total, free = self.memory()
         details = device.details | kernels.describe() | {
-            "torch": torch.__version__, "graphs": graphs if isinstance(graphs, str) else f"captured, {mode}"}
+            "torch": str(torch.__version__), "graphs": graphs if isinstance(graphs, str) else f"captured, {mode}"}
         return Manifest(
             name=self.name, device=device.name, interface=INTERFACE_VERSION, compute_dtypes=self.compute_dtypes,
             kv_dtypes=self.kv_dtypes, formats=kernels.kept, page_sizes=self.page_sizes, buckets=self.buckets,
@@ -105,7 +107,7 @@ class AcceleratorPlatform:
     def load(self, raws: Sequence[RawTensor], spec: WeightSpec, dtype: str) -> Leaf:
         if dtype not in DTYPES:
             raise Unsupported(f"compute dtype {dtype!r}: the {self.name} platform computes in {' or '.join(DTYPES)}")
-        return self._ready().kernels.load(raws, spec, dtype)
+        return self._ready().kernels.load(shares(raws, spec, self._rank, self._world), spec, dtype)
 
     def describe(self, weight: Leaf) -> str:
         return str(weight)
@@ -114,6 +116,8 @@ class AcceleratorPlatform:
         if spec.dtype not in self.kv_dtypes or spec.dtype not in KV_DTYPES:
             raise Unsupported(f"K and V in {spec.dtype!r}: the {self.name} platform keeps {', '.join(self.kv_dtypes)}")
         runtime = self._ready()
+        if self._world > 1 and runtime.reduce is None:
+            runtime.reduce = join(self.collective, self._rank, self._world)
         runtime.device.give_back()
         return State.allocate(spec, pages, runtime.device)
 
@@ -148,6 +152,8 @@ class AcceleratorPlatform:
             if self._runtime.background is not None:
                 self._runtime.background.shutdown(wait=True, cancel_futures=True)
             self._runtime.device.wait()
+            if self._runtime.reduce is not None:
+                leave()
             self._runtime.device.give_back()
 
     def _ready(self) -> Runtime:

@@ -33,5 +33,5 @@ def reason_against_build(platform: str, kind: str, device: str) -> str | None:
     if kind in build:
         return None
     others = next((name for name in ("cuda", "hip", "xpu") if name in build), "host processors only")
-    return (f"torch {build.get('__version__', 'unknown')} was built for {others}, not for {device}: install the build of "
-            f"torch for {device} that its selector at pytorch.org names")
+    return (f"torch {build.get('__version__', 'unknown')} was built for {others}, not for {device}: install the build "
+            f"of torch for {device} that its selector at pytorch.org names")

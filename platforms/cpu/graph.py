@@ -30,12 +30,13 @@ class EagerStep:
     forward: Callable[[Ops, Any, Batch], Any]
     weights: Any
     worker: ThreadPoolExecutor
+    reduce: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     def __call__(self, state: State, batch: Batch) -> tuple[Launched, State]:
         return Launched(self.worker.submit(self._run, state, batch)), state
 
     def _run(self, state: State, batch: Batch) -> StepResult | np.ndarray:
         with torch.inference_mode():
-            ops = Ops(state, batch)
+            ops = Ops(state, batch, self.reduce)
             result = self.forward(ops, self.weights, ops.batch)
             return result.float().numpy() if isinstance(result, torch.Tensor) else result

@@ -1,7 +1,7 @@
 """The mathematics of the models, in torch. What every layer needs alike is computed once per step, here."""
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -47,8 +47,9 @@ class State:
 class Ops:
     """One step's view of the state and the batch. `batch` has torch tensors where a forward indexes with them."""
 
-    def __init__(self, state: State, batch: Batch) -> None:
-        self.state = state
+    def __init__(self, state: State, batch: Batch,
+                 reduce: Callable[[torch.Tensor], torch.Tensor] | None = None) -> None:
+        self.state, self.reduce = state, reduce
         self.plan = AttentionPlan(batch, state.spec.page_size)
         self.positions = torch.from_numpy(batch.positions)
         self.turns: dict[RopeSpec, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -92,7 +93,7 @@ class Ops:
         return moe(x, router_logits, w13, w2, spec, bias)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        return x
+        return x if self.reduce is None else self.reduce(x)
 
     def sample(self, logits: torch.Tensor, softcap: float | None = None) -> StepResult:
         if softcap is not None:

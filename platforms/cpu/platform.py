@@ -23,6 +23,7 @@ from ...core.platform import (
     Unsupported,
     WeightSpec,
 )
+from ..cut import shares
 from ..expand import CODECS
 from ..host import host_memory, physical_cores, read_text
 from ..options import check_options
@@ -38,6 +39,7 @@ try:
 except ImportError as error:
     raise Unavailable(f"torch cannot be imported ({error}): pip install 'isthmus[cpu]'") from error
 
+from ..collective import join, leave
 from .graph import EagerStep
 from .moe import ACTIVATIONS
 from .ops import Ops, State
@@ -47,7 +49,8 @@ OPS = ("embed", "linear", "rms_norm", "rope", "attention", "act_mul", "moe", "al
 
 
 class Platform:
-    """One rank, in this process. Options: `threads`, by default one for each physical core that the process may use.
+    """One rank, in this process. Options: `threads`, by default one for each physical core that the process may use, or
+    that its share of them is among several ranks.
 
     All of torch's work is done on one thread, loading too: each thread that starts a parallel region gets a team of
     OpenMP threads for good, and with more of those than cores they sleep between regions, which halves the speed.
@@ -58,10 +61,10 @@ class Platform:
     def __init__(self, options: Mapping[str, str]) -> None:
         self.options = dict(options)
         self._worker: ThreadPoolExecutor | None = None
+        self._reduce: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     def probe(self, rank: int = 0, world: int = 1) -> Manifest:
-        if world != 1:
-            raise Unavailable(f"--platform=cpu runs in a single process for now; {world} ranks were asked for")
+        self._rank, self._world = rank, world
         threads = self._threads()
         torch.set_num_threads(threads)
         self._worker = ThreadPoolExecutor(1, "cpu-step", torch.set_num_threads, (threads,))
@@ -73,7 +76,7 @@ class Platform:
             interface=INTERFACE_VERSION,
             compute_dtypes=dtypes, kv_dtypes=dtypes, formats=KEPT, page_sizes=(16, 1, 4, 8, 32, 64, 128),
             buckets=None, memory_total=total, memory_free=free, features=frozenset(FEATURES), determinism="T2", rank=10,
-            details={"torch": torch.__version__, "capability": capability, "threads": str(threads),
+            details={"torch": str(torch.__version__), "capability": capability, "threads": str(threads),
                      "matrix units": "AMX" if has_amx() else "none"})
 
     def supports(self, op: str, **case: Any) -> str | None:
@@ -90,7 +93,7 @@ class Platform:
         return reason_to_expand(name, dtype) if op in ("linear", "moe") and name in KEPT else None
 
     def load(self, raws: Sequence[RawTensor], spec: WeightSpec, dtype: str) -> Leaf:
-        return self._in_order(load_weight, raws, spec, dtype)
+        return self._in_order(load_weight, shares(raws, spec, self._rank, self._world), spec, dtype)
 
     def describe(self, weight: Leaf) -> str:
         return str(weight)
@@ -98,10 +101,12 @@ class Platform:
     def alloc(self, spec: StateSpec, pages: int) -> State:
         if spec.dtype not in DTYPES:
             raise Unsupported(f"K and V in {spec.dtype!r}: the cpu platform keeps {' or '.join(DTYPES)}")
+        if self._world > 1 and self._reduce is None:
+            self._reduce = self._in_order(join, "gloo", self._rank, self._world)
         return self._in_order(State.allocate, spec, pages, DTYPES[spec.dtype])
 
     def compile(self, forward: Callable[[Ops, Any, Batch], Any], weights: Any, bucket: Bucket | None) -> EagerStep:
-        return EagerStep(forward, weights, self._ready())
+        return EagerStep(forward, weights, self._ready(), self._reduce)
 
     def copy_pages(self, state: State, src: Sequence[int], dst: Sequence[int]) -> State:
         self._in_order(state.copy_pages, src, dst)
@@ -126,6 +131,8 @@ class Platform:
     def close(self) -> None:
         """Wait for the running step; later ones are refused."""
         if self._worker is not None:
+            if self._reduce is not None:
+                self._in_order(leave)
             self._worker.shutdown(wait=True, cancel_futures=True)
 
     def _ready(self) -> ThreadPoolExecutor:
@@ -141,7 +148,7 @@ class Platform:
         check_options("cpu", self.options, ("threads",))
         asked = self.options.get("threads")
         if asked is None:
-            return physical_cores()
+            return max(1, physical_cores() // self._world)
         if not asked.isdecimal() or not 1 <= int(asked) <= 1024:
             raise Unavailable(f"threads={asked!r}: a number from 1 to 1024 is needed")
         return int(asked)

@@ -25,6 +25,7 @@ class Emulated:
     """Mixed into a platform: its device is the CPU, called `arch_name`, and its graphs are recorded."""
 
     arch_name = "host"
+    collective = "gloo"
     default_graphs = "first"  # Triton's interpreter runs on one thread at a time
     buckets = Buckets(tokens=(*SIZES, 256, 1024), rows=SIZES, pages=(8, 64, 1024, 16384))
 
