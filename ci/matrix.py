@@ -76,6 +76,7 @@ def matrix() -> dict[str, Any]:
                 "folder": str(folders()[platform][0]), "device": job.device,
                 "runner": job.runner, "hosted": job.hosted, "install": job.install, "without": job.without,
                 "environment": job.environment, "whole": job.whole, "library": claim.library,
+                "stand_in": job.stand_in, "shown": job.shown,
                 "tests": ["tests"] if job.whole else [str(p) for p in tests],
                 "minutes": -(-int(SLACK * seconds + INSTALL) // 600) * 10,
                 "capabilities": sorted(manifests.capabilities(claim)), "lacks": claim.lacks,

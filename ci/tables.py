@@ -27,9 +27,12 @@ INTRO = """\
 Written by `python ci/tables.py` from each platform's `manifest.toml` and the conformance reports in
 [conformance/](conformance/); do not edit. `isthmus explain --platform NAME` prints a manifest in full.
 
-A cell says only what was run: **yes** passed (with the number of cases where some do not apply), **expanded** passed
-with the weights expanded at load, **unsupported** is declared with its reason, **failed** is a failure, also one that
-the platform's ledger expects, and **unverified** was claimed and not run.
+A cell says only what was run: **yes** passed there (with the number of cases where some do not apply), **interpreted**
+passed in Triton's interpreter without the device, its kernels compiled for every target in
+[triton_kernels.md](triton_kernels.md), **signature-checked** passed with stand-ins for the vendor's operators under
+their own schemas, **verified on the device** passed on one. **expanded** passed with the weights expanded at load,
+**unsupported** is declared with its reason, **failed** is a failure, also one that the platform's ledger expects, and
+**unverified** was claimed and not run.
 """
 
 
@@ -84,7 +87,7 @@ def _words(jobs: dict[str, Any], section: str, row: str, name: str, cell: cells.
     """A cell for readers of the page."""
     if cell.state == cells.PASSED:
         kept = section != "format" or row in PLAIN or row in jobs[name]["capabilities"]
-        word = "yes" if kept else "expanded"
+        word = jobs[name]["shown"] if kept else "expanded"
         limit = jobs[name]["limits"].get(row) if section == "op" else None
         notes = [limit] * bool(limit) + [f"{cell.passed} of {cell.total}"] * (cell.passed < cell.total)
         return word + (f" ({'; '.join(notes)})" if notes else "")

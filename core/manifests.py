@@ -29,6 +29,8 @@ class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     service, so that the job always runs.  install: words after `pip install`, in a fresh environment.
     without: modules that must not be importable there.  environment: variables.  whole: all tests that can be run in
     that environment, not only those of the platform.  conformance: seconds that the suite takes on two cores.
+    stand_in: the platform that the suite is run on instead, an emulation where the device is not.  shown: what a passed
+    case shows there, as the tables say it.
     """
 
     name: str
@@ -40,6 +42,8 @@ class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     environment: dict[str, str] = {}
     whole: bool = False
     conformance: int = 180
+    stand_in: str = ""
+    shown: str = "yes"
 
 
 class Claim(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
