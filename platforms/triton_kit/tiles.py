@@ -106,8 +106,13 @@ def ragged_tile(family: str, head_dim: int, element_bytes: int) -> Tile:
     rows = 128 if width <= 128 else 64
     if is_amd(family):
         return Tile(rows, 64 if width <= 128 else 32, 4, 2)
-    keys = 64 if width <= 128 and family in ("sm_90", "sm_100", "sm_103") or width <= 64 else 32
-    return Tile(rows, keys, 8, DOUBLE)
+    if width <= 64:
+        return Tile(rows, 64, 8, DOUBLE)
+    if family in ("sm_90", "sm_100", "sm_103"):
+        return Tile(rows, 64 if width == 128 else 32, 8, DOUBLE)
+    if family in ("sm_80", "sm_87"):
+        return Tile(rows, 32, 8, DOUBLE)
+    return Tile(64, 32, 4, DOUBLE) if width == 128 else Tile(64, 16, 8, DOUBLE)
 
 
 def latent_tile(family: str, heads: int, element_bytes: int) -> Tile:
