@@ -18,7 +18,7 @@ def context_of(name: str, alone: bool) -> tuple[Context, Ledger] | Unavailable:
         options = {} if alone else ONE_THREAD.get(name, {})
         platform = load_platform(name, options)
         ledger = ledger_of(platform)
-        return Context(platform, platform.probe(), make=lambda: load_platform(name, options)), ledger
+        return Context(platform, platform.probe(), make=lambda: load_platform(name, options), name=name), ledger
     except Unavailable as error:
         return error
 

@@ -2,15 +2,13 @@
 from __future__ import annotations
 
 import argparse
-import logging
-import os
 import sys
 from pathlib import Path
 
 from ..errors import ConfigError
-from ..logs import announce
-from ..registry import RegistrationError
 from .settings import Resolved
+
+MAX_SECONDS = 24 * 3600  # of one case
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,42 +25,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, resolved: Resolved) -> int:
     """0 when nothing is wrong or unexpected, 1 when something is, 2 when the platform cannot be held to the laws."""
-    from ...conformance import Outcome, Refused, all_cases, run_suite
-    from ...conformance.terminal import ProgressBar, list_cases, show
-    from ...conformance.watch import report_crashes
-    from ..discovery import choose_platform
+    from ...conformance import all_cases
+    from ...conformance.apart import Order, run_apart
+    from ...conformance.terminal import list_cases
     from ..startup import platform_options
-    for file in filter(None, (arguments.json, arguments.markdown)):
+    _check(arguments)
+    try:
+        cases = all_cases(arguments.only)
+    except ValueError as error:  # a pattern that no case has
+        raise ConfigError(str(error)) from error
+    if arguments.list:
+        list_cases(cases)
+        return 0
+    settings = resolved.config.platform
+    report, table = (str(file.absolute()) if file else None for file in (arguments.json, arguments.markdown))
+    return run_apart(Order(settings.platform, platform_options(settings.platform_option), arguments.only,
+                           arguments.seed, arguments.timeout, arguments.verbose, report, table, sys.path))
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    files = [file for file in (arguments.json, arguments.markdown) if file]
+    for file in files:
+        if arguments.list:
+            raise ConfigError(f"{file}: --list runs nothing, so there is no report to write")
+        if file.is_dir():
+            raise ConfigError(f"{file} is a folder: name a file for the report")
         if not file.absolute().parent.is_dir():
             raise ConfigError(f"{file}: there is no such folder")
+    if len({file.absolute() for file in files}) < len(files):
+        raise ConfigError(f"--json and --markdown both name {files[0]}: give each a file of its own")
     if arguments.seed < 0:
         raise ConfigError(f"--seed {arguments.seed} is below 0")
-    if not arguments.timeout > 0:
-        raise ConfigError(f"--timeout {arguments.timeout:g}: more than 0 seconds are needed")
-    try:
-        if arguments.list:
-            list_cases(all_cases(arguments.only))
-            return 0
-        settings = resolved.config.platform
-        options = platform_options(settings.platform_option)
-        name = choose_platform(options)[0] if settings.platform == "auto" else settings.platform
-        report_crashes()
-        with ProgressBar(arguments.verbose) as progress:
-            report = run_suite(name, options, only=arguments.only, seed=arguments.seed, progress=progress,
-                               limit=arguments.timeout)
-    except RegistrationError as error:  # the platform's own mistake, which is no reason to be let off
-        announce(f"isthmus: {error}", logging.ERROR)
-        return 1
-    except (Refused, ValueError) as error:
-        raise ConfigError(str(error)) from error
-    if arguments.json:
-        arguments.json.write_text(report.as_json(), "utf-8")
-    if arguments.markdown:
-        arguments.markdown.write_text(report.as_markdown(), "utf-8")
-    show(report)
-    if report.late:  # threads of the platform may never end, and Python would wait for them
-        sys.stdout.flush()
-        os._exit(1)
-    if report.counts()[Outcome.UNAVAILABLE]:
-        return 2
-    return 0 if report.ok else 1
+    if not 0 < arguments.timeout <= MAX_SECONDS:
+        raise ConfigError(f"--timeout {arguments.timeout:g}: more than 0 seconds are needed, at most {MAX_SECONDS}")

@@ -6,13 +6,14 @@ has them is asked of its manifest and its `supports`.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from ..core.platform import Manifest
+from ..core.plan import Batch
+from ..core.platform import Manifest, RawTensor
 
 ANY = "any"  # in place of a dtype: the case is about none
 
@@ -109,7 +110,8 @@ class Case:
 
 
 class Guarded:
-    """A platform whose answers are looked at: what is of the wrong kind is named where it is returned."""
+    """A platform whose answers are looked at: what is of the wrong kind is named where it is returned, and what was
+    handed in must be as it was."""
 
     def __init__(self, platform: Any):
         self._platform = platform
@@ -118,6 +120,8 @@ class Guarded:
         value = getattr(self._platform, name)
         if name in ("alloc", "copy_pages", "import_pages"):
             return lambda *args, **kwargs: _state(name, value(*args, **kwargs))
+        if name == "load":
+            return lambda raws, *args, **kwargs: _loaded(value, raws, *args, **kwargs)
         if name == "compile":
             return lambda *args, **kwargs: _step(value(*args, **kwargs))
         return value
@@ -129,15 +133,58 @@ def _state(name: str, answer: Any) -> Any:
     return answer
 
 
+def _loaded(load: Callable[..., Any], raws: list[RawTensor], *args: Any, **kwargs: Any) -> Any:
+    parts = [part for raw in raws for part in (raw, *raw.extra)]
+    before = [memoryview(part.data).tobytes() for part in parts]
+    weight = load(raws, *args, **kwargs)
+    if before != [memoryview(part.data).tobytes() for part in parts]:
+        raise Wrong("load wrote into a tensor of the checkpoint: they are for reading only")
+    return weight
+
+
+def _arrays(part: Any, name: str = "") -> Iterator[tuple[str, np.ndarray]]:
+    """Every array of a batch with its name."""
+    for field_name, value in part._asdict().items():
+        if isinstance(value, np.ndarray):
+            yield f"{name}{field_name}", value
+        elif isinstance(value, tuple):
+            yield from _arrays(value, f"{name}{field_name}.")
+
+
+class _Watched:
+    """A launched step. What it got in its batch must be the same when the step has been launched, and when it is done.
+    """
+
+    def __init__(self, batch: Batch):
+        self._batch, self._before = batch, [(name, array.copy()) for name, array in _arrays(batch)]
+        self._out: Any = None
+
+    def launched(self, out: Any) -> _Watched:
+        self._out = out
+        self._check()
+        return self
+
+    def collect(self) -> Any:
+        got = self._out.collect()
+        self._check()
+        return got
+
+    def _check(self) -> None:
+        for (name, now), (_, before) in zip(_arrays(self._batch), self._before, strict=True):
+            if now.tobytes() != before.tobytes():
+                raise Wrong(f"the step wrote into batch.{name}: what it gets is for reading only")
+
+
 def _step(step: Any) -> Callable[[Any, Any], tuple[Any, Any]]:
     if not callable(step):
         raise Wrong(f"compile returned {_shown(step)}, a step that is called with (state, batch) is needed")
 
     def launch(state: Any, batch: Any) -> tuple[Any, Any]:
+        watched = _Watched(batch)
         pair = step(state, batch)
         if not isinstance(pair, tuple) or len(pair) != 2 or not callable(getattr(pair[0], "collect", None)):
             raise Wrong(f"the step returned {_shown(pair)}, a pair is needed: an object with collect(), and the state")
-        return pair[0], _state("the step", pair[1])
+        return watched.launched(pair[0]), _state("the step", pair[1])
     return launch
 
 
@@ -152,6 +199,7 @@ class Context:
     """A probed platform and what the cases share.
 
     make: gives a fresh platform that was not probed yet; None where the suite was handed one object only.
+    name: that it was asked for by, "" where it was handed over.
     kind: the platform's class; `platform` itself is `Guarded`.
     """
 
@@ -159,6 +207,7 @@ class Context:
     manifest: Manifest
     seed: int = 0
     make: Callable[[], Any] | None = None
+    name: str = ""
     kind: type = field(init=False)
     _kept: dict[Any, Any] = field(default_factory=dict)
 

@@ -29,6 +29,8 @@ ASKED = {"attention": {"head_dim": 64, "heads": 4, "kv_heads": 2, "window": None
 def check_words(context: Context) -> None:
     """Every word is known, every number possible; all that is not is told at once."""
     wrong = problems(context.manifest)
+    if context.name not in ("", context.manifest.name):
+        wrong.append(f"name is {context.manifest.name!r}, the platform is installed as {context.name!r}")
     if wrong:
         raise Wrong("; ".join(wrong))
 
@@ -52,6 +54,12 @@ def problems(manifest: Manifest) -> list[str]:
         found.append(f"interface is {manifest.interface!r}, this core serves {', '.join(map(str, SERVED))}")
     if not 0 <= manifest.memory_free <= manifest.memory_total:
         found.append(f"memory_free is {manifest.memory_free} of memory_total {manifest.memory_total}")
+    if manifest.local_ranks != 1:
+        found.append(f"local_ranks is {manifest.local_ranks!r}, it was probed with a world of 1")
+    if manifest.max_top_logprobs < 0:
+        found.append(f"max_top_logprobs is {manifest.max_top_logprobs}, below 0")
+    if not 0 <= manifest.memory_floor < 1:
+        found.append(f"memory_floor is {manifest.memory_floor}, at least 0 and less than 1 is needed")
     if not 0 < manifest.kv_share <= 1:
         found.append(f"kv_share is {manifest.kv_share}, more than 0 and at most 1 is needed")
     if manifest.buckets is not None:
@@ -105,7 +113,13 @@ def check_supports(context: Context) -> None:
 
 
 def check_returns(context: Context) -> None:
-    """A step, a copy of pages and what is collected, each looked at (by `Guarded`, in all other cases too)."""
+    """What `memory` says; a step, a copy of pages and what is collected, each looked at (by `Guarded`, in all other
+    cases too)."""
+    if callable(memory := getattr(context.platform, "memory", None)):
+        answer = memory()
+        good = isinstance(answer, tuple) and len(answer) == 2 and all(isinstance(n, int) for n in answer)
+        if not good or not 0 <= answer[1] <= answer[0]:
+            raise Wrong(f"memory() returned {answer!r}, (total, free) in bytes is needed, whole numbers")
     dtype = next((dtype for dtype in context.manifest.compute_dtypes if dtype in DTYPES), None)
     if dtype is None:
         raise Unsupported(f"no cases in {', '.join(context.manifest.compute_dtypes)}")

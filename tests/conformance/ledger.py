@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..core.registry import RegistrationError
 from .case import Case
 from .laws import matches
 
@@ -55,21 +56,26 @@ class Ledger:
 
 
 def read_ledger(path: Path) -> Ledger:
-    """The ledger in a file. Raises `ValueError` that names the file for anything it cannot be."""
+    """The ledger in a file. Raises `RegistrationError` that names the file for anything it cannot be."""
     try:
         content = tomllib.loads(path.read_text("utf-8"))
         unknown = set(content) - {"unsupported", "xfail"}
         if unknown:
             raise ValueError(f"unknown table {', '.join(sorted(unknown))}; there are: unsupported, xfail")
-        return Ledger(**{kind: tuple(_entry(kind, entry) for entry in entries) for kind, entries in content.items()})
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{path}: {error}") from error
+        return Ledger(**{kind: _entries(kind, entries) for kind, entries in content.items()})
+    except (OSError, ValueError, RecursionError) as error:  # tomllib's are ValueErrors
+        raise RegistrationError(f"{path}: {error}") from error
 
 
-def _entry(kind: str, fields: Any) -> Entry:
-    if not isinstance(fields, dict) or not {"case", "reason"} <= set(fields) <= {"case", "reason", "error"}:
-        raise ValueError(f"[[{kind}]] {fields!r}: an entry has case and reason, and perhaps error")
-    return Entry(**fields)
+def _entries(kind: str, entries: Any) -> tuple[Entry, ...]:
+    if not isinstance(entries, list):
+        raise ValueError(f"{kind} is {entries!r:.60}; tables [[{kind}]] are needed")
+    for fields in entries:
+        if not isinstance(fields, dict) or not {"case", "reason"} <= set(fields) <= {"case", "reason", "error"}:
+            raise ValueError(f"[[{kind}]] {fields!r}: an entry has case and reason, and perhaps error")
+        if bad := [name for name, text in fields.items() if not isinstance(text, str) or not text.strip()]:
+            raise ValueError(f"[[{kind}]] {fields!r}: {bad[0]} must be a text that says something")
+    return tuple(Entry(**fields) for fields in entries)
 
 
 def ledger_of(platform: Any) -> Ledger:

@@ -52,7 +52,8 @@ class Result:
 @dataclass(frozen=True)
 class Report:
     """A whole run. stale: entries of the ledger that no case has. versions: of what took part, as far as known.
-    partial: of chosen cases only.  late: ended at a case that took too long, the others were not run."""
+    partial: of chosen cases only.  troubles: what kept the run from its end, or the platform from its own.
+    interrupted: by Ctrl-C, which is among them."""
 
     platform: str
     seed: int
@@ -64,21 +65,22 @@ class Report:
     seconds: float
     stale: tuple[str, ...] = ()
     partial: bool = False
-    late: bool = False
+    troubles: tuple[str, ...] = ()
+    interrupted: bool = False
 
     @property
     def ok(self) -> bool:
         """The platform was there, nothing is wrong, nothing unexpected, and what it claims was shown."""
         counts = self.counts()
         bad = any(counts[outcome] for outcome in (*BAD, Outcome.UNAVAILABLE))
-        return not (bad or self.stale or self.late or self.unproved())
+        return not (bad or self.stale or self.unproved())
 
     def unproved(self) -> list[str]:
         """Why a run in which nothing is wrong shows too little: of what the manifest claims something passed no case;
         of chosen cases none was run."""
         counts = self.counts()
-        if self.late:
-            return [f"the cases behind {self.results[-1].case.id} were not run"]
+        if self.troubles:
+            return list(self.troubles)
         if self.partial or counts[Outcome.UNAVAILABLE]:
             return ["none of these cases was run: nothing is shown"] * (set(counts) == {Outcome.UNSUPPORTED})
         return [line for name, of in CLAIMS.items() for word in self.manifest.get(name, ())

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from ..core import manifests
-from ..core.discovery import load_platform
-from ..core.platform import Manifest, Unavailable, Unsupported
+from ..core.discovery import load_platform, probe, told
+from ..core.errors import said
+from ..core.platform import Unavailable, Unsupported
 from ..core.registry import RegistrationError
 from .case import Case, Context, Wrong, asked
 from .laws import all_cases
@@ -30,18 +31,21 @@ class Refused(Exception):
 
 
 def run_case(context: Context, case: Case, ledger: Ledger, limit: float | None = None) -> Result:
-    """One case; never raises, whatever the platform does. limit: seconds after which it is an error."""
+    """One case; raises nothing but `KeyboardInterrupt`, whatever the platform does. limit: seconds after which it is an
+    error."""
     began = time.perf_counter()
     reason = ledger.declared(case)
-    error: Exception | None = None
+    error: BaseException | None = None
     try:
         reason = reason or case.needs.missing(context.platform, context.manifest)
         if reason is None:
             with at_most(limit):
                 named(case)(context)
-    except Unsupported as said:
-        reason = str(said) or "unsupported"
-    except Exception as raised:  # whatever a platform raises is a finding, never the end of the run
+    except Unsupported as refused:
+        reason = said(refused) or "unsupported"
+    except KeyboardInterrupt:
+        raise
+    except BaseException as raised:  # whatever a platform raises is a finding, never the end of the run
         error = raised
     seconds = time.perf_counter() - began
     if limit is not None and seconds >= limit and not isinstance(error, TimeoutError):  # it may have been caught inside
@@ -56,7 +60,9 @@ def _keeps(context: Context, case: Case) -> bool:
     """Is the case about a format that the platform says it has a kernel for?"""
     try:
         return bool(case.format) and asked(context.platform, "linear", format=case.format, dtype=case.dtype) is None
-    except Exception:  # a finding of the law manifest, not of this case
+    except KeyboardInterrupt:
+        raise
+    except BaseException:  # a finding of the law manifest, not of this case
         return False
 
 
@@ -69,7 +75,7 @@ def _offered_ops(kind: type) -> tuple[str, ...]:
         return ()
 
 
-def _judge(case: Case, error: Exception | None, ledger: Ledger, seconds: float, kind: type) -> Result:
+def _judge(case: Case, error: BaseException | None, ledger: Ledger, seconds: float, kind: type) -> Result:
     """The outcome of a case that ran, in the light of what the ledger expects."""
     entry = ledger.expected(case)
     if error is None:
@@ -78,16 +84,16 @@ def _judge(case: Case, error: Exception | None, ledger: Ledger, seconds: float, 
         return Result(case, Outcome.UNEXPECTED, f"the ledger expects a failure ({entry.reason}): remove its entry "
                       f"{entry.case!r}", {}, seconds)
     numbers = error.numbers() if isinstance(error, Wrong) else {}
-    told = str(error)
+    reason = said(error)
     if not isinstance(error, AssertionError):
-        told = f"{type(error).__name__}: {error}{_place(error, kind)}"
+        reason = f"{type(error).__name__}: {reason}{_place(error, kind)}"
     outcome = Outcome.WRONG if isinstance(error, AssertionError) else Outcome.ERROR
-    if entry and (entry.error in str(error) if entry.error else outcome is Outcome.WRONG):
-        return Result(case, Outcome.EXPECTED, f"{entry.reason} ({told})", numbers, seconds)
-    return Result(case, outcome, told, numbers, seconds)
+    if entry and (entry.error in said(error) if entry.error else outcome is Outcome.WRONG):
+        return Result(case, Outcome.EXPECTED, f"{entry.reason} ({reason})", numbers, seconds)
+    return Result(case, outcome, reason, numbers, seconds)
 
 
-def _place(error: Exception, kind: type) -> str:
+def _place(error: BaseException, kind: type) -> str:
     """Where in the platform's own folder it was raised, or nothing."""
     folder = Path(inspect.getfile(kind)).parent
     own = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).parent == folder]
@@ -103,50 +109,63 @@ def run_suite(platform: Any, options: Mapping[str, str] | None = None, *, only: 
     yet (then what needs a second object is unsupported).  only: as in `laws.all_cases`.  ledger: the one beside the
     platform's class unless given.  stop_early: end at the first case that is wrong or an error.
     limit: seconds for a case; the run ends at one that takes longer, since what it left behind may never end.
-    Raises `Refused` for a platform that computes nothing, `ValueError` for an unknown pattern.
+    Raises `Refused` for a platform that computes nothing, `RegistrationError` for its mistakes before the first case,
+    `ValueError` for an unknown pattern. Ctrl-C ends the run with the report of what was run.
     """
     started, began = datetime.now(UTC), time.perf_counter()
     cases, make = all_cases(only), _factory(platform, dict(options or {}))
     name = platform if isinstance(platform, str) else getattr(platform, "__name__", type(platform).__name__)
     made: Any = None
     try:
-        made = make() if make else platform
-        ledger = ledger_of(made) if ledger is None else ledger
-        if (reason := ledger.refusal()) is not None:
-            raise Refused(f"{name} cannot be held to the laws: {reason}")
-        manifest = made.probe()
+        with at_most(limit):
+            made = make() if make else platform
+            ledger = ledger_of(made) if ledger is None else ledger
+            if (reason := ledger.refusal()) is not None:
+                raise Refused(f"{name} cannot be held to the laws: {reason}")
+            manifest = probe(name, made)
     except Unavailable as error:
-        results = tuple(Result(case, Outcome.UNAVAILABLE, str(error)) for case in cases)
+        results = tuple(Result(case, Outcome.UNAVAILABLE, said(error)) for case in cases)
         return _report(name, seed, results, {}, {}, started, time.perf_counter() - began)
-    if not isinstance(manifest, Manifest):
-        raise TypeError(f"{name}: probe returned a {type(manifest).__name__}, a Manifest is needed")
-    context = Context(made, manifest, seed, make)
-    try:
-        results = _run_all(context, cases, ledger, progress, stop_early, limit)
-    except BaseException:
-        context.close()
-        raise
-    late = limit is not None and bool(results) and results[-1].seconds >= limit
-    if not late:
-        context.close()
+    context = Context(made, manifest, seed, make, name if isinstance(platform, str) else "")
+    results, trouble, interrupted = _run_all(context, cases, ledger, progress, stop_early, limit)
+    troubles = [trouble] if trouble else _closed(context)
     stale = () if only else tuple(ledger.stale(cases))
-    return _report(manifest.name, seed, results, manifest_data(manifest, _offered_ops(context.kind)), manifest.details,
-                   started, time.perf_counter() - began, stale, bool(only), late)
+    return _report(context.name or manifest.name, seed, results, manifest_data(manifest, _offered_ops(context.kind)),
+                   manifest.details, started, time.perf_counter() - began, stale, bool(only), tuple(troubles),
+                   interrupted)
+
+
+def _closed(context: Context) -> list[str]:
+    """Let the platform go: what is to be told of that."""
+    try:
+        context.close()
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        return [f"close() raised {told(error)}"]
+    return []
 
 
 def _run_all(context: Context, cases: Sequence[Case], ledger: Ledger, progress: Progress | None,
-             stop_early: bool, limit: float | None) -> tuple[Result, ...]:
+             stop_early: bool, limit: float | None) -> tuple[tuple[Result, ...], str, bool]:
+    """-> results, what ended the run early, and was that Ctrl-C. After that nothing can be asked of the platform."""
     tell = progress or (lambda done, total, last, following: None)
     results: list[Result] = []
+    trouble, interrupted = "", False
     for case in cases:
         tell(len(results), len(cases), results[-1] if results else None, case.id)
-        results.append(run_case(context, case, ledger, limit))
+        try:
+            results.append(run_case(context, case, ledger, limit))
+        except KeyboardInterrupt:
+            trouble, interrupted = f"interrupted: {case.id} and the cases behind it were not run", True
+            break
         if limit is not None and results[-1].seconds >= limit:
+            trouble = f"the cases behind {case.id} were not run"
             break
         if stop_early and results[-1].outcome in (Outcome.WRONG, Outcome.ERROR):
             break
     tell(len(results), len(cases), results[-1] if results else None, "")
-    return tuple(results)
+    return tuple(results), trouble, interrupted
 
 
 def _factory(platform: Any, options: dict[str, str]) -> Callable[[], Any] | None:
@@ -160,10 +179,10 @@ def _factory(platform: Any, options: dict[str, str]) -> Callable[[], Any] | None
 
 def _report(name: str, seed: int, results: tuple[Result, ...], manifest: dict[str, Any], details: Mapping[str, str],
             started: datetime, seconds: float, stale: tuple[str, ...] = (), partial: bool = False,
-            late: bool = False) -> Report:
+            troubles: tuple[str, ...] = (), interrupted: bool = False) -> Report:
     versions = {"isthmus": _version(), "python": machine.python_version(), **details}
     return Report(name, seed, results, manifest, versions, f"{machine.platform()}, {machine.machine()}",
-                  started.isoformat(timespec="seconds"), seconds, stale, partial, late)
+                  started.isoformat(timespec="seconds"), seconds, stale, partial, troubles, interrupted)
 
 
 def _version() -> str:

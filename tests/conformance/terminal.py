@@ -16,6 +16,7 @@ from .report import BAD, Outcome, Report, Result, cell, worst
 
 MAX_REASONS = 12
 MAX_FAILURES = 60
+MIN_WIDTH = 20
 
 
 class ProgressBar:
@@ -50,6 +51,8 @@ class ProgressBar:
 def show(report: Report, console: Any = None) -> None:
     """Print the whole report."""
     console = console or Console(highlight=False)
+    if console.width < MIN_WIDTH:  # as with COLUMNS=0
+        console.width = 80
     if set(report.counts()) == {Outcome.UNAVAILABLE}:
         console.print(f"{report.platform} is unavailable here: {escape(report.results[0].reason)}")
         return
