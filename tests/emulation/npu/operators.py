@@ -27,12 +27,14 @@ def schemas() -> tuple[str, dict[str, str]]:
 
 
 def register() -> None:
-    """Define the operators, once in a process; no effect where torch_npu did."""
-    if _kept or hasattr(torch.ops.npu, "npu_rms_norm"):
+    """Define the operators, once in a process; where torch_npu is loaded it did, and gets the CPU's kernels."""
+    if _kept:
         return
     library = torch.library.Library("npu", "FRAGMENT")
+    loaded = hasattr(torch.ops.npu, "npu_rms_norm")
     for name, schema in schemas()[1].items():
-        library.define(schema.removeprefix("npu::"))
+        if not loaded:
+            library.define(schema.removeprefix("npu::"))
         library.impl(name, counted(name, KERNELS[name]), "CPU")
     _kept.append(library)
 
@@ -125,7 +127,7 @@ def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, at
                            for part in (key, value)), scale, hidden(q, length, atten_mask, sparse_mode, row, table,
                                                                     block_size, ragged))
            for row, (q, table, length) in enumerate(zip(rows, block_table, lengths, strict=True))]
-    return (torch.cat(out) if ragged else torch.stack(out)).to(query.dtype), query.new_zeros(1, dtype=torch.float32)
+    return (torch.cat(out) if ragged else torch.stack(out)).to(query.dtype), query.new_empty(0, dtype=torch.float32)
 
 
 def hidden(q: torch.Tensor, length: int, mask: torch.Tensor | None, mode: int, row: int, table: torch.Tensor,
@@ -235,7 +237,7 @@ def moe_gating_top_k(x: torch.Tensor, k: int, *, bias: torch.Tensor | None = Non
     weights = scores.gather(1, ids)
     if norm_type:
         weights = weights / (weights.sum(-1, keepdim=True) + eps)
-    return (weights * routed_scaling_factor).to(x.dtype), ids.int(), scores if out_flag else scores.new_empty(0)
+    return (weights * routed_scaling_factor).to(x.dtype), ids.int(), scores if out_flag else torch.empty_like(scores)
 
 
 def moe_init_routing_v2(x: torch.Tensor, expert_idx: torch.Tensor, *, scale: torch.Tensor | None = None,
