@@ -30,7 +30,8 @@ COST = 120  # seconds, 5 of them without the slow test
 ROOT = Path(__file__).resolve().parent.parent
 VENDOR, GUIDE = ROOT / "examples" / "vendor_platform", ROOT / "docs" / "adding_a_platform.md"
 PACKAGE = VENDOR / "isthmus_openvino"
-PUBLIC = {"isthmus.core.platform", "isthmus.platforms.expand", "isthmus.platforms.experts", "isthmus.platforms.options"}
+PUBLIC = {"isthmus.core.platform", *(f"isthmus.platforms.{name}" for name in (
+    "expand", "experts", "cut", "collective", "options"))}
 LIBRARIES = {"numpy", "openvino", "psutil"}
 MAX_LINES = 500
 ENTRY = tomllib.loads((VENDOR / "pyproject.toml").read_text())["project"]["entry-points"]["isthmus.platforms"]
@@ -148,12 +149,16 @@ def test_the_guides_first_hour_makes_a_platform_that_holds(tmp_path, monkeypatch
     package = tmp_path / "isthmus-acme" / "isthmus_acme"
     for path in package.glob("*.py"):
         assert not any(name.startswith("isthmus.") and name not in PUBLIC for name in imported(path)), path
+    texts = "".join(path.read_text() for path in package.iterdir() if path.is_file())
+    assert not re.search(r"[Rr]eference|[Oo]racle|f64|INTERFACE_VERSION|\[\[ci\]\]", texts)
+    claim = manifests.read_file(package / manifests.FILE)
+    assert (claim.rank, claim.formats, claim.compute_dtypes, claim.lacks) == (1, (), ("f32",), {})
     about = tomllib.loads((package.parent / "pyproject.toml").read_text())["project"]
     assert about["entry-points"]["isthmus.platforms"] == {"acme": "isthmus_acme.platform:Platform"}
     monkeypatch.syspath_prepend(str(package.parent))
     from isthmus_acme.platform import Platform as Acme
     check_platform("acme", Acme)
-    report = run_suite(Acme, only=["rope", "model[llama,whole,f32]", "state"])
+    report = run_suite(Acme, only=["manifest", "rope", "model[llama,whole,f32]", "state"])
     assert report.ok and report.platform == "acme" and report.counts()[Outcome.PASSED] > 10
 
 
