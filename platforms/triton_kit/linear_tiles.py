@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import triton
 
 from .launch import TARGETS
+from .tiles import is_intel
 
 KINDS = ("dense", "int8", "fp8", "fp8_block", "fp8_weight", "fp8_block_weight", "affine4", "affine8", "mxfp4", "nvfp4")
 PLAIN = ("dense", "int8", "fp8", "fp8_weight")  # summed up over the whole of `in` before anything is scaled
@@ -70,8 +71,9 @@ def _stages(family: str, deep: bool) -> int:
     return 3 if deep else 2
 
 
-def _rdna(family: str) -> bool:
-    return family.startswith(("gfx10", "gfx11", "gfx12"))
+def _small(family: str) -> bool:
+    """AMD's waves of 32 lanes, and Intel's sub-groups: tiles of 128 rows do not fit their registers."""
+    return family.startswith(("gfx10", "gfx11", "gfx12")) or is_intel(family)
 
 
 def _step(kind: str, family: str) -> int:
@@ -95,16 +97,16 @@ def linear_tile(kind: str, tokens: int, width: int, rows: int, family: str = "sm
         raise ValueError(f"no kind of weight {kind!r}; known: {', '.join(KINDS)}")
     step = _step(kind, family)
     if tokens <= 64:
-        across = min(max(16, triton.next_power_of_2(tokens)), 32 if _rdna(family) else 64)
+        across = min(max(16, triton.next_power_of_2(tokens)), 32 if _small(family) else 64)
         tall = _tall(kind, across, family)
         programs = triton.cdiv(rows, tall) * triton.cdiv(tokens, across)
         most = min(16, width // 512)
         splits = 1
         while 2 * splits <= most and programs * splits < 2 * units:
             splits *= 2
-        warps = 8 if _rdna(family) and across == 32 else 4
+        warps = 8 if _small(family) and across == 32 else 4
         return Tile(tall, across, step, splits, warps, _stages(family, deep=across < 64))
-    if _rdna(family):
+    if _small(family):
         return Tile(64, 64 if kind in PLAIN else 32, step, 1, 8, 2)
     # The other kinds add up a group by itself beside the result: 128 x 128 of both do not fit the registers.
     large = triton.cdiv(rows, 128) * triton.cdiv(tokens, 128) >= units and kind in PLAIN
@@ -118,7 +120,7 @@ def grouped_tile(kind: str, tokens: int, top_k: int, experts: int, family: str =
     across = 16 if each <= 16 else 32 if each <= 48 else 64 if each <= 192 else 128
     if across == 128 and kind not in PLAIN:
         across = 64
-    if _rdna(family):
+    if _small(family):
         return Tile(64, min(across, 64 if kind in PLAIN else 32), step, 1, 4 if across < 32 else 8, 2)
     if across <= 32:
         return Tile(_tall(kind, across, family), across, step, 1, 4, _stages(family, deep=True))

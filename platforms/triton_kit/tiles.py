@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import triton
 
+INTEL = ("pvc", "bmg", "lnl", "dg2", "mtl", "ptl", "xe")  # the xpu platform's families
 DOUBLE = 5  # stages of a pipeline with two blocks in flight behind the page table
 
 
@@ -35,6 +36,12 @@ def packed_rows(group: int, queries: int, most: int) -> int:
 
 def is_amd(family: str) -> bool:
     return family.startswith("gfx")
+
+
+def is_intel(family: str) -> bool:
+    """Pages are read through one pointer for each element, which fill the registers first: blocks of 16 tokens, many
+    warps. Tuned by what Intel's offline compiler spills, not by time."""
+    return family in INTEL
 
 
 def is_rdna(family: str) -> bool:
@@ -99,6 +106,8 @@ def ragged_tile(family: str, head_dim: int, element_bytes: int) -> Tile:
     element_bytes: of q, in whose type the products are made.
     """
     width = max(16, triton.next_power_of_2(head_dim))
+    if is_intel(family):
+        return Tile(64 if width <= 128 and element_bytes < 4 else 32, 16, 16, 2)
     if element_bytes == 4:
         return Tile(32 if width <= 128 else 16, 16, 4, 2)
     if is_rdna(family):
@@ -117,6 +126,8 @@ def ragged_tile(family: str, head_dim: int, element_bytes: int) -> Tile:
 
 def latent_tile(family: str, heads: int, element_bytes: int) -> Tile:
     """Tile for MLA: the accumulator is rows x 512, and K and V are the same 576 numbers a token."""
+    if is_intel(family):
+        return Tile(16, 16, 16, 1)
     rows = packed_rows(heads, 1, 16 if is_amd(family) or element_bytes == 4 else 32)
     keys = 32 if element_bytes == 2 and shared_budget(family) >= 64 * 1024 else 16
     return Tile(rows, keys, 4 if rows == 16 else 8, 1 if is_amd(family) else DOUBLE)
