@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from isthmus.core.api import Engine
 from isthmus.core.discovery import load_platform
 from isthmus.core.errors import CheckpointError
 from isthmus.core.models.loader import load_model
@@ -102,6 +103,14 @@ O = "model.layers.0.self_attn.o_proj"  # noqa: E741
     ({"bits": 8}, {}, ["8 bits in groups of 32", "weight u32 [", "scales f16 ["]),
     ({"group_size": 64}, {}, ["4 bits in groups of 64"]),
     ({O: {"group_size": 32, "bits": 2}}, {}, [O, "2 bits in groups of 32", "[32, 4]"]),
+    ({O: 7}, {}, [f"quantization of {O} is 7; a mapping with bits and group_size is needed, or false", "correct"]),
+    ({O: "no"}, {}, [f"{O} is 'no'"]), ({O: []}, {}, [f"{O} is []"]), ({O: 1.5}, {}, [f"{O} is 1.5"]),
+    ({O: None}, {}, [f"{O} is None"]), ({O: False}, {}, [f"{O} is false, and its tensors are quantized"]),
+    ({"lm_head": 3}, {"lm_head.weight": np.zeros((256, 64), np.float32)}, ["lm_head is 3"]),
+    ({"model.layers.99.x": 3}, {}, ["model.layers.99.x is 3"]),
+    ({"model.layers.99.x": {"bits": 7, "group_size": 0}}, {}, ["model.layers.99.x", "bits 7, group_size 0"]),
+    ({}, {f"{O}.scales": None}, [O, "is quantized, but has no scales: download"]),
+    ({}, {f"{O}.scales": None, f"{O}.biases": None}, [O, "is quantized, but has no scales and no biases: download"]),
     ({}, {f"{O}.biases": None}, [O, "no biases"]), ({}, {f"{O}.weight": None}, [O, "no weight"]),
     ({}, {f"{O}.weight": np.zeros((32, 4), np.int32)}, [O, "weight i32"]),
     ({}, {f"{O}.biases": np.zeros((32, 2), np.float16)}, [O, "biases f16 [32, 2]"]),
@@ -117,8 +126,22 @@ def test_what_does_not_fit_is_refused_with_the_numbers(tmp_path, changes, tensor
 
 
 def test_quantization_must_be_a_mapping(tmp_path):
-    with pytest.raises(CheckpointError, match="must be a mapping, not '7'"):
+    with pytest.raises(CheckpointError, match="must be a mapping with bits and group_size, not 7: correct config.json"):
         open_checkpoint(written(tmp_path, {"quantization": 7})[0])
+
+
+def test_entries_that_say_nothing_of_a_matrix_are_allowed(tmp_path):
+    """As `mlx_lm` reads them: true is the same as no entry, and modules may have been left out of the file."""
+    others = {O: True, "vision_tower.0.fc": {"bits": 4, "group_size": 64}, "visual.merger": False, "quant_method": 3}
+    with open_checkpoint(written(tmp_path, {"quantization": QUANTIZATION | others})[0]) as checkpoint:
+        assert checkpoint.describe(f"{O}.weight")[0] == "affine4_32"
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_scales_that_are_no_numbers_are_refused_at_load(tmp_path, value):
+    folder, _ = written(tmp_path, tensors={f"{O}.scales": np.full((32, 1), value, np.float16)})
+    with pytest.raises(CheckpointError, match="not a number|no finite numbers"):
+        Engine(str(folder), platform="reference")
 
 
 SIZES = dict(hidden_size=64, num_hidden_layers=2, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2,

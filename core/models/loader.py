@@ -144,7 +144,7 @@ def _check_names(entries: Sequence[Entry], names: Mapping[str, str], config: Mod
     problems = [f"{word} {_list(found)}" for word, found in (("lacks", missing), ("has unknown", extra)) if found]
     if problems:
         raise CheckpointError(f"this checkpoint does not fit model_type {config.model_type!r}: it "
-                              + " and ".join(problems))
+                              + " and ".join(problems) + ": download it again, or correct its config.json")
 
 
 def _empty(name: str, names: Mapping[str, str], checkpoint: Any) -> bool:
