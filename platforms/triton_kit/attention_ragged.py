@@ -91,6 +91,6 @@ def specializations() -> list[Specialization]:
         found += per_tile(
             lambda tile, a=(group, width, page, q, kv, form), n=variant, c=extra: configuration(f"ragged{n}", 0, *a,
                                                                                                tile, **c),
-            lambda family, w=width, b=ELEMENT_BYTES[q]: ragged_tile(family, w, b),
+            lambda family, w=width, b=ELEMENT_BYTES[q], s=ELEMENT_BYTES[kv]: ragged_tile(family, w, b, s),
             refusal_of(q, kv, width))
     return found

@@ -100,10 +100,11 @@ def decode_tile(family: str, group: int, queries: int, head_dim: int, element_by
     return Tile(rows, keys, 4 if rows * width <= 32 * 128 else 8, 2 if is_amd(family) else DOUBLE)
 
 
-def ragged_tile(family: str, head_dim: int, element_bytes: int) -> Tile:
+def ragged_tile(family: str, head_dim: int, element_bytes: int, stored_bytes: int = 2) -> Tile:
     """Tile for prompts: bound by arithmetic, so as many rows as the accumulator's registers allow.
 
-    element_bytes: of q, in whose type the products are made.
+    element_bytes: of q, in whose type the products are made.  stored_bytes: of K and V; those of one byte are decoded
+    in registers, which takes some.
     """
     width = max(16, triton.next_power_of_2(head_dim))
     if is_intel(family):
@@ -114,11 +115,11 @@ def ragged_tile(family: str, head_dim: int, element_bytes: int) -> Tile:
         return Tile(64 if width <= 128 else 32, 32 if width <= 64 else 16, 4, 2 if width <= 64 else 1)
     rows = 128 if width <= 128 else 64
     if is_amd(family):
-        return Tile(rows, 64 if width <= 128 else 32, 4, 2)
+        return Tile(rows, 64 if width <= 128 and stored_bytes > 1 else 32, 4, 2)
     if width <= 64:
         return Tile(rows, 64, 8, DOUBLE)
     if family in ("sm_90", "sm_100", "sm_103"):
-        return Tile(rows, 64 if width == 128 else 32, 8, DOUBLE)
+        return Tile(rows, 64 if width == 128 and stored_bytes > 1 else 32, 8, DOUBLE)
     if family in ("sm_80", "sm_87"):
         return Tile(rows, 32, 8, DOUBLE)
     return Tile(64, 32, 4, DOUBLE) if width == 128 else Tile(64, 16, 8, DOUBLE)
