@@ -114,7 +114,8 @@ def test_the_server_says_why_without_torch() -> None:
 
 @pytest.mark.parametrize("options, world, message", [
     ({"activations": "4bit"}, 1, "activations='4bit': one of 16bit, 8bit"),
-    ({"nz": "on"}, 1, "one of quantized, all, off"), ({"nzz": "on"}, 1, "did you mean nz"), ({}, 2, "without HCCL; 2 ranks were asked for")])
+    ({"nz": "on"}, 1, "one of quantized, all, off"), ({"nzz": "on"}, 1, "did you mean nz"),
+    ({}, 2, "without HCCL; 2 ranks were asked for")])
 def test_options_and_ranks(options: dict[str, str], world: int, message: str) -> None:
     with pytest.raises(Unavailable, match=message):
         Platform(options).probe(0, world)
@@ -175,7 +176,8 @@ def test_attention_that_is_fused(message: str | None, heads: int, kv_heads: int,
 @pytest.mark.parametrize("spec, bias, fused", [
     (MoESpec(8, 2), False, True), (MoESpec(8, 2, "sigmoid"), True, True),
     (MoESpec(8, 2, "sigmoid", False), False, False), (MoESpec(8, 2, groups=4, top_groups=2), True, False),
-    (MoESpec(256, 8, "sigmoid", groups=8, top_groups=4), True, True), (MoESpec(4096, 8), False, False), (MoESpec(9, 4, groups=3, top_groups=1), False, False)])
+    (MoESpec(256, 8, "sigmoid", groups=8, top_groups=4), True, True),
+    (MoESpec(4096, 8), False, False), (MoESpec(9, 4, groups=3, top_groups=1), False, False)])
 def test_choice_of_experts_that_is_fused(spec: MoESpec, bias: bool, fused: bool) -> None:
     assert (moe.reason_against_choice(spec, bias) is None) == fused
 

@@ -74,6 +74,9 @@ class Fused:
     def whole(self, bucket: Bucket, page_size: int) -> str | None:
         return "the operator's lengths are the host's"
 
+    def prepare(self, view: View) -> None:
+        """Nothing: all that a step needs was fed."""
+
     def attend(self, q: torch.Tensor, cache: torch.Tensor, view: View, spec: AttentionSpec) -> torch.Tensor:
         call, starts = Call(cache, spec), view.host.starts
         if view.decode:
