@@ -91,6 +91,8 @@ def decode_tile(family: str, group: int, queries: int, head_dim: int, element_by
     element_bytes: of stored K and V.
     """
     width = max(16, triton.next_power_of_2(head_dim))
+    if is_intel(family):
+        return Tile(packed_rows(group, queries, 32), 16, 16, 2)
     if is_rdna(family):
         ahead = width <= 128 and element_bytes > 1  # registers left for K and V of the next block
         return Tile(packed_rows(group, queries, 32), 32 if width <= 64 else 16, 4, 2 if ahead else 1)
