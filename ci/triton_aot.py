@@ -182,6 +182,8 @@ def compile_all(jobs: list[tuple[str, str, str]], cache: Path, workers: int) -> 
                 except BrokenProcessPool:
                     broken = True
                     continue
+                except Exception as error:  # as of a module that cannot be imported
+                    result = {"error": f"{type(error).__name__}: {error}"[:200]}
                 waiting.remove(futures[future])
                 yield futures[future], result
         if broken:  # those in flight are among the first that are left

@@ -113,7 +113,7 @@ def test_draws_go_through_the_whole_distribution_in_the_order_of_ids():
     ({"top_k": 10, "top_p": 0.5}, 5), ({"top_k": 30, "min_p": 1.0}, 30), ({"top_k": 40}, 40), ({"top_k": 99}, 40)])
 def test_of_equals_at_a_cut_the_lowest_ids_are_kept(tiles, more, kept):
     """40 equal logits, of which a cut keeps `kept`: the draw of u is number floor(u * kept)."""
-    uniform = f32(0, 0.49, 0.51, 1 - 2 ** -24)
+    uniform = f32(0, 0.5, 0.51, 1 - 2 ** -24)
     kinds = {"top_k": np.int32}
     parameters = {name: np.full(4, value, kinds.get(name, np.float32)) for name, value in more.items()}
     got = run(np.full((4, 40), 2, np.float32), Sampling(np.ones(4, np.float32), uniform, **parameters), tiles=tiles)
