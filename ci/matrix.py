@@ -45,15 +45,20 @@ def claims() -> dict[str, manifests.Claim]:
 
 def tests_of(platform: str, claim: manifests.Claim, job: manifests.Job) -> list[Path]:
     """Test files about a platform that the job's environment can import: what imports its folder, skips without its
-    library, or declares capabilities that it offers."""
+    library, or declares capabilities that it offers. What imports another platform of the same library is about that
+    one."""
     present = graph.installed_by(job.install)
     offered = manifests.capabilities(claim)
     folder = folders()[platform][0]
+    others = {path for name, (path, _) in folders().items() if name != platform and claim.library
+              and claims()[name].library == claim.library}
     chosen = []
     for path in graph.test_files():
         if not graph.libraries(path) <= present:
             continue
         own = any(p.is_relative_to(folder) for p in graph.imports(path)) and bool(claim.library)
+        if not own and any(p.is_relative_to(other) for p in graph.imports(path) for other in others):
+            continue
         asked = {*graph.libraries(path), *graph.optional_libraries(path)}
         if own or claim.library in asked or any(words <= offered for words in graph.needs(path)):
             chosen.append(path)

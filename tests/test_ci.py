@@ -17,7 +17,7 @@ import yaml
 from isthmus.core.registry import RegistrationError
 
 COST = 20  # seconds
-JOBS = matrix.matrix()["jobs"]
+JOBS = dict(sorted(matrix.matrix()["jobs"].items()))  # the order of the file
 ABOUT = {"job": "j", "platform": "p", "device": "d", "date": "2026-01-01", "commit": "c", "tests": "passed"}
 
 
@@ -301,12 +301,14 @@ def test_cells_follow_reports_and_manifests():
 
 
 def test_the_page_tells_kept_from_expanded_and_never_what_was_not_run():
-    jobs = {"j": {"capabilities": ["q4_0", "bf16"], "limits": {"linear": "in bf16"}}}
+    jobs = {"j": {"capabilities": ["q4_0", "bf16"], "limits": {"linear": "in bf16"}, "shown": "yes"}}
     passed, part = cells.Cell("passed", "", 3, 3), cells.Cell("passed", "", 2, 3)
     assert tables._words(jobs, "format", "q4_0", "j", passed) == "yes"
     assert tables._words(jobs, "format", "q6_k", "j", passed) == "expanded"
     assert tables._words(jobs, "format", "f16", "j", passed) == "yes"
     assert tables._words(jobs, "op", "linear", "j", part) == "yes (in bf16; 2 of 3)"
+    jobs["j"]["shown"] = "interpreted"
+    assert tables._words(jobs, "op", "moe", "j", passed) == "interpreted"
     assert tables._words(jobs, "op", "moe", "j", cells.Cell("unverified")) == "unverified"
     assert tables._words(jobs, "op", "moe", "j", cells.Cell("unsupported", "no |")) == "unsupported: no \\|"
 
