@@ -8,17 +8,15 @@ import torch
 from torch.nn import functional as F
 
 from ...core.platform import AttentionSpec, Bucket, MoESpec, RawTensor, RopeSpec, Sampling, WeightSpec
-from ..accelerator.attention import Composed, View
+from ..accelerator.attention import Backend, Composed, View
 from ..accelerator.device import Device
 from ..accelerator.kernels import Kernels
 from ..accelerator.quant import Experts, Leaf, Vector
 from ..accelerator.sampling import Sampled
 from . import activation, attention_decode, attention_ragged, kv_write, moe_gemm, norm, rope, sampling
 from .paged import PagedKV, paged_kv
-from .tiles import Tile, decode_tile, ragged_tile
+from .tiles import Tile, converts_fp8, decode_tile, ragged_tile, refusal
 from .weights import KEPT, Kept, Policy, load_weight
-
-NATIVE_FP8 = ("sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "gfx950", "gfx12")
 
 
 class Attention:
@@ -28,18 +26,21 @@ class Attention:
 
     def __init__(self, device: Device) -> None:
         self.family, self.processors = device.arch, max(1, device.processors)
-        self.native_fp8 = device.arch.startswith(NATIVE_FP8)
+        self.native_fp8 = converts_fp8(device.arch)
 
     def paged(self, cache: torch.Tensor) -> PagedKV:
         return paged_kv(cache, native_fp8=self.native_fp8)
 
-    def ragged_tile(self, q: torch.Tensor) -> Tile:
-        return ragged_tile(self.family, q.shape[2], q.element_size())
+    def takes(self, q: torch.Tensor, cache: torch.Tensor) -> bool:
+        return refusal(self.family, q.shape[2], q.element_size(), cache.element_size()) is None
+
+    def ragged_tile(self, q: torch.Tensor, cache: torch.Tensor) -> Tile:
+        return ragged_tile(self.family, q.shape[2], q.element_size(), cache.element_size())
 
     def wants(self, q: torch.Tensor, cache: torch.Tensor, view: View) -> tuple[str, ...]:
         if view.decode:
             return ()
-        return (f"tiles.{attention_ragged.tokens_per_tile(self.ragged_tile(q), q.shape[1], cache.shape[3])}",)
+        return (f"tiles.{attention_ragged.tokens_per_tile(self.ragged_tile(q, cache), q.shape[1], cache.shape[3])}",)
 
     def plan(self, view: View, name: str) -> np.ndarray:
         host, each = view.host, int(name.removeprefix("tiles."))
@@ -48,13 +49,16 @@ class Attention:
     def whole(self, bucket: Bucket, page_size: int) -> str | None:
         return None
 
+    def prepare(self, view: View) -> None:
+        """Nothing: all that a step needs was fed."""
+
     def attend(self, q: torch.Tensor, cache: torch.Tensor, view: View, spec: AttentionSpec) -> torch.Tensor:
         pages, lengths = view.fed["pages"], view.fed["lengths"]
         case = {"scale": spec.scale, "window": spec.window, "softcap": spec.softcap}
         if not view.decode:
             (name,) = self.wants(q, cache, view)
             return attention_ragged.ragged_attention(q, self.paged(cache), pages, lengths, view.fed["starts"],
-                                                     view.fed[name], tile=self.ragged_tile(q), **case)[0]
+                                                     view.fed[name], tile=self.ragged_tile(q, cache), **case)[0]
         rows, kv_heads = len(lengths), cache.shape[3]
         tile = decode_tile(self.family, q.shape[1] // kv_heads, 1, q.shape[2], cache.element_size())
         splits = attention_decode.plan_splits(rows, kv_heads, pages.shape[1], view.page_size, self.processors)
@@ -77,6 +81,9 @@ class TritonKernels(Kernels):
         self.policy = policy
         self.backends = (Attention(device), Composed())
         self.frequencies: dict[RopeSpec, torch.Tensor] = {}
+
+    def takes(self, backend: Backend, q: torch.Tensor, cache: torch.Tensor, spec: AttentionSpec) -> bool:
+        return not isinstance(backend, Attention) or backend.takes(q, cache)
 
     def load(self, raws: Sequence[RawTensor], spec: WeightSpec, dtype: str) -> Leaf | Kept:
         return load_weight(raws, spec, dtype, self.device, self.policy)
