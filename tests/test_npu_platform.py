@@ -304,7 +304,8 @@ def test_law_with_attention_fused(law: Case) -> None:
     """The kit's models have heads of 16 and 32, whose attention is fused with pages of 128."""
     before = calls["npu_fused_infer_attention_score"]
     hold(context(Wide), law)
-    assert law.law == "compile" or calls["npu_fused_infer_attention_score"] > before
+    other = law.law == "compile" or ",kv_" in str(law)  # no attention; K and V of another dtype, which are composed
+    assert other or calls["npu_fused_infer_attention_score"] > before
 
 
 FUSED = {"ragged": (Shape(4, 2, 128, 16), {"poison": True}), "ragged_rows": (Shape(4, 2, 128, 32), {"padding": (0, 3)}),

@@ -89,7 +89,7 @@ class Fused:
         tables, lengths = view.fed["npu.blocks"][:rows], contexts(view)[:rows]
         q, tokens = q[:starts[rows]], len(q)
         if q.shape[2] == PACKED_DIM and self.window is None and rows <= PACKED_ROWS:
-            out = call.run(q, "TND", tables, lengths, actual_seq_lengths=starts[1:rows + 1].tolist(),
+            out = call.run(q, "TND", tables, lengths.tolist(), actual_seq_lengths=starts[1:rows + 1].tolist(),
                            atten_mask=self.triangle, sparse_mode=CAUSAL)
         else:
             out = torch.cat(self.rows(call, q, tables, view))
@@ -99,11 +99,11 @@ class Fused:
         """q [rows, heads, d], one token of each of the first rows; a padding row reads a token of page 0."""
         rows, lengths = len(q), contexts(view)
         if self.window is None:
-            return call.run(q[:, None], "BSND", view.fed["npu.blocks"][:rows], lengths[:rows])[:, 0]
+            return call.run(q[:, None], "BSND", view.fed["npu.blocks"][:rows], lengths[:rows].tolist())[:, 0]
         tables, hidden = view.fed[self.sight][:rows].split([view.fed[self.sight].shape[1] - 1, 1], 1)
         places = torch.arange(tables.shape[1] * view.page_size, device=q.device)
         lengths = lengths - self.before(view)[0] * view.page_size
-        return call.run(q[:, None], "BSND", tables.contiguous(), lengths[:rows],
+        return call.run(q[:, None], "BSND", tables.contiguous(), lengths[:rows].tolist(),
                         atten_mask=(places < hidden)[:, None, None])[:, 0]
 
     def rows(self, call: Call, q: torch.Tensor, tables: torch.Tensor, view: View) -> list[torch.Tensor]:
@@ -115,7 +115,7 @@ class Fused:
         for row in np.flatnonzero(counts[ones:]) + ones:
             some, table = q[starts[row]:starts[row + 1]], tables[row:row + 1]
             if self.window is None and len(some) > 1:
-                parts.append(call.run(some[None], "BSND", table, lengths[row:row + 1], atten_mask=self.triangle,
+                parts.append(call.run(some[None], "BSND", table, [int(lengths[row])], atten_mask=self.triangle,
                                       sparse_mode=CAUSAL)[0])
             else:
                 parts += [self.banded(call, some[low:low + QUERIES], table, int(lengths[row]) - len(some) + low)
@@ -142,13 +142,13 @@ class Call:
         blocks = cache.view(-1, self.page_size, self.kv_heads * cache.shape[4])
         self.k, self.v = blocks[:-1], blocks[1:]
 
-    def run(self, q: torch.Tensor, layout: str, tables: torch.Tensor, lengths: np.ndarray | list[int],
+    def run(self, q: torch.Tensor, layout: str, tables: torch.Tensor, lengths: list[int],
             **more: object) -> torch.Tensor:
         """lengths: tokens that each row of `tables` reads."""
         return torch.ops.npu.npu_fused_infer_attention_score(
             q.contiguous(), self.k, self.v, input_layout=layout, num_heads=q.shape[-2],
             num_key_value_heads=self.kv_heads, scale=self.scale, block_table=tables, block_size=self.page_size,
-            actual_seq_lengths_kv=[int(length) for length in lengths], **more)[0]
+            actual_seq_lengths_kv=lengths, **more)[0]
 
 
 def contexts(view: View) -> np.ndarray:
