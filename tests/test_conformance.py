@@ -3,9 +3,11 @@ promises: outcomes that are never confused, strict ledgers, reports, an installe
 """
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -33,10 +35,12 @@ from isthmus.conformance.compare import check_values
 from isthmus.conformance.formats import BLOCKS, decode, quantized, rounding
 from isthmus.conformance.kept import BITS, kept
 from isthmus.conformance.opcase import NMSE
+from isthmus.conformance.terminal import show
 from isthmus.core import discovery
 from isthmus.core.cli.main import main
 from isthmus.core.platform import FEATURES, Unavailable, Unsupported
 from isthmus.platforms.reference.platform import Platform as Reference
+from rich.console import Console
 
 from .conforming import hold
 from .platform_mutants import Mutant
@@ -444,6 +448,64 @@ class Platform(Reference):
     assert done.returncode == code and told in done.stdout + done.stderr, done.stdout + done.stderr
     assert done.stderr.startswith("1/")
     assert ("the cases behind" in done.stdout) == ("took longer" in told), done.stdout
+
+
+def test_what_a_platform_does_not_choose_to_offer_is_counted_apart() -> None:
+    report = run_suite("reference", only=["rope", "parallel[llama,whole,f64]"])
+    assert report.ok and report.summary() == "reference: 12 passed, 13 not claimed"
+    data = report.as_dict()
+    assert data["not_claimed"] == data["counts"]["unsupported"] == 13
+    assert [case["outcome"] for case in data["cases"] if not case["claimed"]] == ["unsupported"] * 13
+    console = Console(file=io.StringIO(), width=200)
+    show(report, console)
+    told = console.file.getvalue()
+    assert "bf16 is not computed (6)" in told and "unsupported" not in told
+    assert re.search(r"law +┃ subject +┃ f64 +┃ f32 +┃$", told, re.MULTILINE)
+    assert "| parallel | llama | not claimed | - |" in report.as_markdown()
+
+
+def test_what_fails_alike_is_one_line(tmp_path: Path) -> None:
+    broken = Mutant("no such op", "ops", (), (("ops", "def act_mul(", "def act_mull("),)).load(tmp_path)
+    report = run_suite(broken, only=["act_mul[*f64]"], ledger=Ledger())
+    Mutant.forget()
+    console = Console(file=io.StringIO(), width=300)
+    show(report, console)
+    lines = [line for line in console.file.getvalue().splitlines() if line.startswith("error ")]
+    assert len(report.failures()) == 9 and len(lines) == 1
+    assert lines[0].startswith("error act_mul[silu,f64] and 8 more, such as act_mul[")
+    assert lines[0].count("has no attribute 'act_mul'") == 1
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="processes are ended without a signal there")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_run_that_is_ended_early_tells_what_was_done(package: Path, number: int) -> None:
+    (package / "isthmus_faulty" / "platform.py").write_text("""
+import time
+from isthmus.platforms.reference.platform import Platform as Reference
+
+class Platform(Reference):
+    def __init__(self, options):
+        self.compiled = 0
+
+    def compile(self, forward, weights, bucket):
+        self.compiled += 1
+        time.sleep(600 if self.compiled == 3 else 0)
+        return super().compile(forward, weights, bucket)
+""")
+    script = f"import sys; sys.path.insert(0, {str(package)!r}); from isthmus.core.cli.main import main; " \
+             "sys.exit(main(['conformance', '--platform=faulty', '--only=rope[*f64]', '--verbose', '--json=r.json']))"
+    running = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                               text=True, cwd=package, env={**os.environ, "COLUMNS": "200"})
+    lines = [running.stderr.readline(), running.stderr.readline()]
+    running.send_signal(number)  # to the parent alone
+    output, rest = running.communicate(timeout=60)
+    assert running.returncode == 130
+    assert all(re.fullmatch(r"[12]/6 rope\[\S+,f64] passed, \d+\.\d\d s\n", line) for line in lines), lines
+    third = "rope[1x128,to5,scale1.25,f64]"
+    assert rest.strip() in ("", f"3/6 {third}")  # it may come before that is printed
+    assert f"interrupted: {third} and the cases behind it were not run" in output
+    assert "faulty: 2 passed" in output
+    assert [case["outcome"] for case in json.loads((package / "r.json").read_text())["cases"]] == ["passed"] * 2
 
 
 def test_the_kit_imports_no_framework() -> None:

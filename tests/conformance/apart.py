@@ -12,7 +12,8 @@ import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
@@ -49,7 +50,8 @@ class Order(msgspec.Struct, frozen=True):
 
 
 def run_apart(order: Order) -> int:
-    """Run the suite in a child process: the exit code, `HOLDS` only if the child gave it as its verdict."""
+    """Run the suite in a child process: the exit code, `HOLDS` only if the child gave it as its verdict. SIGTERM ends
+    the run as Ctrl-C does."""
     for file in filter(None, (order.json, order.markdown)):
         if Path(file).is_file():  # of a run that ends early there is no report, least of all an older one
             Path(file).unlink()
@@ -57,7 +59,7 @@ def run_apart(order: Order) -> int:
         note = Path(folder, "note")
         child = subprocess.Popen([sys.executable, "-P", "-m", __name__, str(note)], stdin=subprocess.PIPE,
                                  close_fds=False)  # as a report may go to /dev/fd/N
-        with child:
+        with child, _terminated():
             try:
                 child.stdin.write(msgspec.json.encode(order) + b"\n")
                 child.stdin.flush()
@@ -76,6 +78,8 @@ def run_apart(order: Order) -> int:
 
 
 def _last_words(child: subprocess.Popen[bytes]) -> int:
+    if sys.platform != "win32":  # there it has had Ctrl-C too, and would be killed
+        child.terminate()
     try:
         return child.wait(LAST_WORDS)
     except (subprocess.TimeoutExpired, KeyboardInterrupt):
@@ -85,6 +89,8 @@ def _last_words(child: subprocess.Popen[bytes]) -> int:
 
 def main(note: Path) -> None:
     """The child. It never comes back: threads that a platform left, and what it does at exit, are not waited for."""
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, _interrupted)
     # The platform may close standard output: what the verdict needs are files of its own.
     output, errors = _own(1, sys.stdout), _own(2, sys.stderr)
     order = msgspec.json.decode(sys.stdin.buffer.readline(), type=Order)
@@ -105,6 +111,25 @@ def main(note: Path) -> None:
         code = FAILED
     note.write_text(f"verdict {code}", "utf-8")
     os._exit(code)
+
+
+@contextmanager
+def _terminated() -> Iterator[None]:
+    """SIGTERM is `KeyboardInterrupt` inside."""
+    before = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
+    signal.signal(signal.SIGTERM, _interrupted)
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+
+
+def _interrupted(number: int, frame: Any) -> None:
+    """`KeyboardInterrupt`, once: it may be sent to this process and to its parent, which passes it on."""
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, signal.SIG_IGN)
+    raise KeyboardInterrupt
 
 
 def _own(descriptor: int, stream: TextIO | None) -> TextIO:
@@ -131,7 +156,8 @@ def _run(order: Order, note: Path, output: TextIO, errors: TextIO) -> int:
     with ProgressBar(order.verbose) as bar:
         report = run_suite(name, order.options, only=order.only, seed=order.seed, limit=order.limit,
                            progress=_noted(note, bar))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # what there is to tell is told
+    for each in (signal.SIGINT, signal.SIGTERM):  # what there is to tell is told
+        signal.signal(each, signal.SIG_IGN)
     written = _written(errors, "standard output", partial(_shown, report, output))
     for path, text in ((order.json, report.as_json), (order.markdown, report.as_markdown)):
         if path:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ..core.plan import Batch
-from ..core.platform import Manifest, RawTensor
+from ..core.platform import Manifest, RawTensor, Unsupported
 
 ANY = "any"  # in place of a dtype: the case is about none
 
@@ -33,6 +33,11 @@ class Wrong(AssertionError):
         """What is known in figures, as plain data."""
         known = {"nmse": self.nmse, "tolerance": self.tolerance, "index": self.index and [int(i) for i in self.index]}
         return {name: value for name, value in known.items() if value is not None}
+
+
+class NotClaimed(Unsupported):
+    """The case is about something that each platform chooses for itself (a dtype, a page size, ranks), and this one did
+    not."""
 
 
 @dataclass(frozen=True)
@@ -59,15 +64,16 @@ class Needs:
         return (self.dtype, *self.features, *extra)
 
     def missing(self, platform: Any, manifest: Manifest) -> str | None:
-        """The reason why the platform does not claim this, or None. Ranks are found out by the case itself."""
+        """The reason why the platform lacks this, or None. Raises `NotClaimed`. Ranks are found out by the case itself.
+        """
         if self.dtype not in (ANY, *manifest.compute_dtypes):
-            return f"{self.dtype} is not computed"
+            raise NotClaimed(f"{self.dtype} is not computed")
         if self.kv and self.kv not in manifest.kv_dtypes:
-            return f"K and V are not kept in {self.kv}"
+            raise NotClaimed(f"K and V are not kept in {self.kv}")
         if self.page_size is not None and self.page_size not in manifest.page_sizes:
-            return f"pages of {self.page_size} tokens are not offered"
+            raise NotClaimed(f"pages of {self.page_size} tokens are not offered")
         if self.buckets and manifest.buckets is None:
-            return "no buckets: every size is taken"
+            raise NotClaimed("no buckets: every size is taken")
         for feature in self.features:
             reason = f"no {feature}" if feature not in manifest.features else asked(platform, feature)
             if reason:

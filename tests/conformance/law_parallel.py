@@ -4,7 +4,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..core.platform import Unavailable, Unsupported
-from .case import Case, Context, Needs
+from .case import Case, Context, Needs, NotClaimed
 from .law_model import Check, batched, greedy, moved, whole
 from .opcase import DTYPES
 from .oracle import LOGITS_NMSE
@@ -16,17 +16,17 @@ CHECKS: dict[str, Check] = {"whole": whole, "batched": batched, "copied_pages": 
 
 
 def ranks(context: Context) -> Context:
-    """A fresh platform with two ranks; raises `Unsupported` with the reason where there is none."""
+    """A fresh platform with two ranks; raises `NotClaimed` with the reason where there is none."""
     if context.make is None:
         raise Unsupported("a second platform cannot be made: the suite was given an object")
     platform = context.make()
     try:
         manifest = platform.probe(0, RANKS)
     except Unavailable as error:
-        raise Unsupported(str(error)) from error
+        raise NotClaimed(str(error)) from error
     if manifest.local_ranks != RANKS:
         getattr(platform, "close", lambda: None)()
-        raise Unsupported("one rank in each process: engines of several processes are not held to laws here")
+        raise NotClaimed("one rank in each process: engines of several processes are not held to laws here")
     return Context(platform, manifest, context.seed, context.make)
 
 

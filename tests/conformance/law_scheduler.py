@@ -14,7 +14,7 @@ from ..core.cache.pool import FREE
 from ..core.config import CacheSettings, Config, ModelSettings, SchedulerSettings
 from ..core.engine import EngineCore
 from ..core.messages import SamplingParams, Submit, TokenOutput, pack_ids, unpack_ids
-from ..core.platform import StateSpec
+from ..core.platform import StateSpec, Unsupported
 from ..core.scheduler.request import cache_domain
 from ..core.startup import DTYPES as NAMES
 from .case import Case, Context, Needs, Wrong
@@ -53,6 +53,9 @@ class Bench:
         self.core.cache.pool.strict = True
 
     def submit(self, id: str, prompt: Sequence[int], count: int, domain: bytes = b"") -> None:
+        need, limit = len(prompt) + count, self.core.info.max_model_len
+        if need > limit:
+            raise Unsupported(f"a context of {need} tokens; the largest bucket of pages holds {limit}")
         params = SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True)
         self.core.submit(Submit(id, pack_ids(prompt), params, domain))
 
@@ -178,6 +181,15 @@ def aborted(context: Context, dtype: str) -> None:
             run.empty(f"abort of {len(gone)} after {number} steps")
 
 
+def longest(context: Context, dtype: str) -> None:
+    """A request that fills the whole context which the engine promises on a platform with buckets."""
+    most = placed(context, KIND, dtype).loaded.config.max_position
+    run = bench(context, dtype, pages=most // context.page_size() + 2)
+    limit = run.core.info.max_model_len
+    run.serve({"long": text(limit - 3, context.seed, "longest")}, 3)
+    run.empty(f"after a context of {limit}")
+
+
 def salted(context: Context, dtype: str) -> None:
     """The same prompt under other salts at the same time: no page in common. Later only its own salt finds it."""
     run = bench(context, dtype)
@@ -217,11 +229,13 @@ def failed(context: Context, dtype: str) -> None:
 
 
 CHECKS: dict[str, Callable[[Context, str], None]] = {
-    "retracted": retracted, "prefix_hit": hit, "aborted": aborted, "salts": salted, "failed_step": failed}
+    "retracted": retracted, "prefix_hit": hit, "aborted": aborted, "salts": salted, "failed_step": failed,
+    "longest_context": longest}
 
 
 def cases() -> Iterator[Case]:
     for dtype in DTYPES:
         for name, check in CHECKS.items():
-            yield Case(f"scheduler[{name},{dtype}]", "scheduler", name, Needs(dtype),
+            needs = Needs(dtype, buckets=name == "longest_context")  # else nothing but the model limits it
+            yield Case(f"scheduler[{name},{dtype}]", "scheduler", name, needs,
                        lambda context, check=check, dtype=dtype: check(context, dtype))

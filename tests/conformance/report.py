@@ -28,12 +28,14 @@ class Outcome(StrEnum):
 
 
 BAD = (Outcome.UNEXPECTED, Outcome.WRONG, Outcome.ERROR)
+NOT_CLAIMED = "not claimed"  # how what is unsupported by choice, not for a lack, is counted for people
 
 
 @dataclass(frozen=True)
 class Result:
     """One case's outcome. reason: why, "" for a pass. numbers: NMSE, tolerance, first bad index. seconds: it took.
-    kept: the case's format was kept by a kernel, as far as the platform says."""
+    kept: the case's format was kept by a kernel, as far as the platform says. claimed: what the case is about is among
+    what the platform chose to offer (`NotClaimed`)."""
 
     case: Case
     outcome: Outcome
@@ -41,11 +43,18 @@ class Result:
     numbers: Mapping[str, Any] = field(default_factory=dict)
     seconds: float = 0.0
     kept: bool = False
+    claimed: bool = True
+
+    @property
+    def word(self) -> str:
+        """The outcome for people."""
+        return self.outcome.value if self.claimed else NOT_CLAIMED
 
     def as_dict(self) -> dict[str, Any]:
         case = self.case
         return {"id": case.id, "law": case.law, "op": case.op, "dtype": case.dtype, "needs": list(case.needs.words()),
-                "tolerance": case.tolerance, "outcome": self.outcome.value, "reason": self.reason,
+                "tolerance": case.tolerance, "outcome": self.outcome.value, "claimed": self.claimed,
+                "reason": self.reason,
                 "numbers": dict(self.numbers), "seconds": round(self.seconds, 4)}
 
 
@@ -92,24 +101,36 @@ class Report:
     def failures(self) -> list[Result]:
         return [result for result in self.results if result.outcome in BAD]
 
-    def grid(self) -> dict[tuple[str, str], dict[str, Counter[Outcome]]]:
-        """(law, op) -> dtype -> how many cases had which outcome."""
-        table: dict[tuple[str, str], dict[str, Counter[Outcome]]] = {}
+    def alike(self) -> list[tuple[Result, list[str]]]:
+        """Failures that say the same as one: the first of them, and the ids of the others."""
+        found: dict[tuple[Outcome, str], list[Result]] = {}
+        for result in self.failures():
+            found.setdefault((result.outcome, result.reason), []).append(result)
+        return [(first, [other.case.id for other in others]) for first, *others in found.values()]
+
+    def dtypes(self) -> list[str]:
+        """Those that some case was about, without those that the platform claims nothing of, if it claims any."""
+        claimed = dict.fromkeys(result.case.dtype for result in self.results if result.claimed)
+        return list(claimed or dict.fromkeys(result.case.dtype for result in self.results))
+
+    def grid(self) -> dict[tuple[str, str], dict[str, Counter[str]]]:
+        """(law, op) -> dtype -> how many cases had which outcome, in words."""
+        table: dict[tuple[str, str], dict[str, Counter[str]]] = {}
         for result in self.results:
             row = table.setdefault((result.case.law, result.case.op), {})
-            row.setdefault(result.case.dtype, Counter())[result.outcome] += 1
+            row.setdefault(result.case.dtype, Counter())[result.word] += 1
         return table
 
-    def reasons(self, outcome: Outcome) -> list[tuple[str, int]]:
+    def reasons(self, word: str) -> list[tuple[str, int]]:
         """Reasons of one outcome with the number of cases, most frequent first."""
-        return Counter(r.reason for r in self.results if r.outcome is outcome).most_common()
+        return Counter(r.reason for r in self.results if r.word == word).most_common()
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data, as `--json` writes it."""
         return {"format": 1, "platform": self.platform, "ok": self.ok, "seed": self.seed, "started": self.started,
                 "seconds": round(self.seconds, 3), "machine": self.machine, "versions": dict(self.versions),
                 "manifest": dict(self.manifest), "stale": list(self.stale),
-                "unproved": self.unproved(),
+                "unproved": self.unproved(), "not_claimed": sum(not result.claimed for result in self.results),
                 "counts": {outcome.value: self.counts()[outcome] for outcome in Outcome},
                 "cases": [result.as_dict() for result in self.results]}
 
@@ -118,7 +139,7 @@ class Report:
 
     def as_markdown(self) -> str:
         """The grid, failures with numbers, and reasons."""
-        dtypes = list(dict.fromkeys(result.case.dtype for result in self.results))
+        dtypes = self.dtypes()
         lines = [f"# Conformance of {self.platform}", "", f"{self.summary()}", "",
                  f"Seed {self.seed}, {self.started}, {self.seconds:.0f} s on {self.machine}; "
                  + ", ".join(f"{name} {version}" for name, version in self.versions.items()) + ".", "",
@@ -131,14 +152,15 @@ class Report:
             lines += [f"- `{r.case.id}` {r.outcome}: {r.reason}" for r in found]
         lines += [f"- the ledger's `{pattern}` is no case any more" for pattern in self.stale]
         lines += [f"- {told}" for told in self.unproved()]
-        unsupported = self.reasons(Outcome.UNSUPPORTED)
-        lines += ["", "## Unsupported", ""] * bool(unsupported)
-        lines += [f"- {count} cases: {reason}" for reason, count in unsupported]
+        for word in (Outcome.UNSUPPORTED, NOT_CLAIMED):
+            reasons = self.reasons(word)
+            lines += ["", f"## {word.capitalize()}", ""] * bool(reasons)
+            lines += [f"- {count} cases: {reason}" for reason, count in reasons]
         return "\n".join(lines) + "\n"
 
     def summary(self) -> str:
-        counts = self.counts()
-        said = ", ".join(f"{counts[outcome]} {outcome}" for outcome in Outcome if counts[outcome])
+        counts = Counter(result.word for result in self.results)
+        said = ", ".join(f"{counts[word]} {word}" for word in (*Outcome, NOT_CLAIMED) if counts[word])
         return f"{self.platform}: {said or 'no cases'}"
 
 
@@ -162,15 +184,15 @@ def never_shown(name: str, word: Any, results: Sequence[Result]) -> str:
     return f"claimed but never shown: {name} {word!r} ({why})"
 
 
-def cell(counts: Mapping[Outcome, int] | None) -> str:
+def cell(counts: Mapping[str, int] | None) -> str:
     """"12", "12, 1 wrong", "unsupported": what one cell of the grid says."""
     if not counts:
         return "-"
-    if set(counts) == {Outcome.UNSUPPORTED}:
-        return "unsupported"
+    if set(counts) <= {Outcome.UNSUPPORTED, NOT_CLAIMED}:
+        return Outcome.UNSUPPORTED.value if Outcome.UNSUPPORTED in counts else NOT_CLAIMED
     passed = counts.get(Outcome.PASSED, 0)
-    others = [f"{count} {outcome}" for outcome, count in counts.items()
-              if outcome not in (Outcome.PASSED, Outcome.UNSUPPORTED)]
+    others = [f"{count} {word}" for word, count in counts.items()
+              if word not in (Outcome.PASSED, Outcome.UNSUPPORTED, NOT_CLAIMED)]
     skipped = counts.get(Outcome.UNSUPPORTED, 0)
     total = f"{passed}/{passed + skipped}" if skipped else str(passed)
     return ", ".join([total, *others])

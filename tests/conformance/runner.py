@@ -17,7 +17,7 @@ from ..core.discovery import load_platform, probe, told
 from ..core.errors import said
 from ..core.platform import Unavailable, Unsupported
 from ..core.registry import RegistrationError
-from .case import Case, Context, Wrong, asked
+from .case import Case, Context, NotClaimed, Wrong, asked
 from .laws import all_cases
 from .ledger import Ledger, ledger_of
 from .report import Outcome, Report, Result, manifest_data
@@ -34,7 +34,7 @@ def run_case(context: Context, case: Case, ledger: Ledger, limit: float | None =
     """One case; raises nothing but `KeyboardInterrupt`, whatever the platform does. limit: seconds after which it is an
     error."""
     began = time.perf_counter()
-    reason = ledger.declared(case)
+    reason, claimed = ledger.declared(case), True
     error: BaseException | None = None
     try:
         reason = reason or case.needs.missing(context.platform, context.manifest)
@@ -42,7 +42,7 @@ def run_case(context: Context, case: Case, ledger: Ledger, limit: float | None =
             with at_most(limit):
                 named(case)(context)
     except Unsupported as refused:
-        reason = said(refused) or "unsupported"
+        reason, claimed = said(refused) or "unsupported", not isinstance(refused, NotClaimed)
     except KeyboardInterrupt:
         raise
     except BaseException as raised:  # whatever a platform raises is a finding, never the end of the run
@@ -51,7 +51,7 @@ def run_case(context: Context, case: Case, ledger: Ledger, limit: float | None =
     if limit is not None and seconds >= limit and not isinstance(error, TimeoutError):  # it may have been caught inside
         error = TimeoutError(f"took longer than {limit:g} s")
     if reason is not None:
-        return Result(case, Outcome.UNSUPPORTED, reason, {}, seconds)
+        return Result(case, Outcome.UNSUPPORTED, reason, {}, seconds, claimed=claimed)
     result = _judge(case, error, ledger, seconds, context.kind)
     return replace(result, kept=result.outcome is Outcome.PASSED and _keeps(context, case))
 
@@ -153,8 +153,8 @@ def _run_all(context: Context, cases: Sequence[Case], ledger: Ledger, progress: 
     results: list[Result] = []
     trouble, interrupted = "", False
     for case in cases:
-        tell(len(results), len(cases), results[-1] if results else None, case.id)
         try:
+            tell(len(results), len(cases), results[-1] if results else None, case.id)
             results.append(run_case(context, case, ledger, limit))
         except KeyboardInterrupt:
             trouble, interrupted = f"interrupted: {case.id} and the cases behind it were not run", True

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from .case import Case
-from .report import BAD, Outcome, Report, Result, cell, worst
+from .report import BAD, NOT_CLAIMED, Outcome, Report, Result, cell, worst
 
 MAX_REASONS = 12
 MAX_FAILURES = 60
@@ -22,7 +22,7 @@ MIN_WIDTH = 20
 class ProgressBar:
     """Cases done, in all, the next one's id, how many are wrong; nothing where standard error is no terminal.
 
-    verbose: a line before each case instead.
+    verbose: each case's id before it is run, then its outcome and seconds, instead.
     """
 
     def __init__(self, verbose: bool = False) -> None:
@@ -30,7 +30,7 @@ class ProgressBar:
         self._bar = Progress(TextColumn("{task.description}", markup=False), BarColumn(20), MofNCompleteColumn(),
                              TimeElapsedColumn(), TextColumn("{task.fields[bad]}"), transient=True,
                              console=Console(stderr=True), disable=verbose or not sys.stderr.isatty())
-        self._task, self._bad = self._bar.add_task("conformance", total=None, bad=""), 0
+        self._task, self._bad, self._done = self._bar.add_task("conformance", total=None, bad=""), 0, 0
 
     def __enter__(self) -> ProgressBar:
         self._bar.start()
@@ -41,8 +41,14 @@ class ProgressBar:
         self._bar.stop()
 
     def __call__(self, done: int, total: int, last: Result | None, following: str) -> None:
-        if self._verbose and following:
-            print(f"{done + 1}/{total} {following}", file=sys.stderr, flush=True)
+        if done == self._done:  # none was finished since: the first, or the run was interrupted
+            last = None
+        self._done = done
+        if self._verbose:
+            told = f" {last.word}, {last.seconds:.2f} s" if last else ""
+            told += "\n" * (done > 0 or not following)
+            told += f"{done + 1}/{total} {following}" if following else ""
+            print(told, end="", file=sys.stderr, flush=True)
         self._bad += last is not None and last.outcome in BAD
         self._bar.update(self._task, description=following[:44].ljust(44), total=total, completed=done,
                          bad=f"{self._bad} wrong" if self._bad else "")
@@ -56,7 +62,7 @@ def show(report: Report, console: Any = None) -> None:
     if set(report.counts()) == {Outcome.UNAVAILABLE}:
         console.print(f"{report.platform} is unavailable here: {escape(report.results[0].reason)}")
         return
-    dtypes = list(dict.fromkeys(result.case.dtype for result in report.results))
+    dtypes = report.dtypes()
     table = Table("law", "subject", *dtypes, title=f"conformance of {report.platform}")
     law = ""
     for (name, op), row in report.grid().items():
@@ -72,6 +78,9 @@ def show(report: Report, console: Any = None) -> None:
             console.print(f"{outcome} ({count}): {escape(reason)}")
         if len(reasons) > MAX_REASONS:
             console.print(f"{outcome}: {len(reasons) - MAX_REASONS} reasons more (--json has all)")
+    if skipped := report.reasons(NOT_CLAIMED):
+        console.print("not claimed: " + escape(", ".join(f"{reason} ({count})" for reason, count in skipped)),
+                      style="dim")
     slow = ", ".join(f"{result.case.id} {result.seconds:.1f} s" for result in worst(report.results, 3))
     versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
     console.print(f"{escape(versions)}; seed {report.seed}", style="dim")
@@ -81,11 +90,13 @@ def show(report: Report, console: Any = None) -> None:
 
 
 def _show_failures(report: Report, console: Any) -> None:
-    failures = report.failures()
-    for result in failures[:MAX_FAILURES]:
-        console.print(f"[red]{result.outcome}[/] [bold]{escape(result.case.id)}[/]: {escape(result.reason)}")
-    if len(failures) > MAX_FAILURES:
-        console.print(f"[red]and {len(failures) - MAX_FAILURES} failures more (--json has all)[/]")
+    failures = report.alike()
+    for result, others in failures[:MAX_FAILURES]:
+        more = f" and {len(others)} more, such as {others[0]}" if others else ""
+        console.print(f"[red]{result.outcome}[/] [bold]{escape(result.case.id)}[/]{escape(more)}: "
+                      f"{escape(result.reason)}")
+    if left := sum(1 + len(others) for _, others in failures[MAX_FAILURES:]):
+        console.print(f"[red]and {left} failures more (--json has all)[/]")
     for pattern in report.stale:
         console.print(f"[red]stale[/] the ledger's {escape(repr(pattern))} is no case any more: remove the entry")
     for told in report.unproved():
