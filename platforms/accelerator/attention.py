@@ -18,9 +18,10 @@ GATHERED = 1 << 26  # elements of K that the composed path holds at once
 QUERIES = 256       # queries of a prefill whose scores it holds at once
 
 
-@dataclass
+@dataclass(eq=False)
 class View:
-    """What attention may know of a step. decode: every row has one token, and token i is row i's.
+    """What attention may know of a step. decode: every row has one token, and token i is row i's. whole: it is captured
+    as one graph, or replayed from it.
 
     host: the batch in numpy. fed: its arrays on the device, and those that `plan` added. A graph is replayed with
     another host batch, and with other values in the same device arrays.
@@ -31,6 +32,7 @@ class View:
     bucket: Bucket | None
     page_size: int
     decode: bool
+    whole: bool = False
 
 
 class Backend(Protocol):
@@ -38,9 +40,10 @@ class Backend(Protocol):
 
     name: for people. wants: names of the int32 arrays, beyond the batch's, that it needs for this case in such a step;
     plan: one of them, made on the host, of a size that the bucket alone decides. whole: why a decode step of this
-    bucket cannot be part of a graph, None = it can. attend: q [T, heads, head_dim] and a layer's memory
-    (`State.caches`) that holds this step's K and V already -> [T, heads, head_dim]; zeros for padding rows of a decode
-    step, anything finite for padding tokens else.
+    bucket cannot be part of a graph, None = it can. prepare: what the host must do before a step of which `view.whole`
+    is true is captured, and before each replay, when `view` holds that step's arrays. attend: q [T, heads, head_dim]
+    and a layer's memory (`State.caches`) that holds this step's K and V already -> [T, heads, head_dim]; zeros for
+    padding rows of a decode step, anything finite for padding tokens else.
     """
 
     name: str
@@ -52,6 +55,9 @@ class Backend(Protocol):
         ...
 
     def whole(self, bucket: Bucket, page_size: int) -> str | None:
+        ...
+
+    def prepare(self, view: View) -> None:
         ...
 
     def attend(self, q: torch.Tensor, cache: torch.Tensor, view: View, spec: AttentionSpec) -> torch.Tensor:
@@ -79,6 +85,9 @@ class Composed:
     def whole(self, bucket: Bucket, page_size: int) -> str | None:
         positions = bucket.rows * bucket.pages * page_size
         return None if positions <= GATHERED >> 10 else f"{positions} gathered positions are too many for a graph"
+
+    def prepare(self, view: View) -> None:
+        """Nothing: all that a step needs was fed."""
 
     def attend(self, q: torch.Tensor, cache: torch.Tensor, view: View, spec: AttentionSpec) -> torch.Tensor:
         if view.decode:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from ...core.platform import Batch, Bucket, Sampling
-from .attention import View
+from .attention import Backend, View
 from .device import Device
 from .state import State
 
@@ -97,9 +97,12 @@ class Captured:
     pieces: Pieces
     output: Any
     inputs: torch.Tensor
+    backends: tuple[Backend, ...] = ()  # that a whole graph holds
 
     def replay(self, host: Batch) -> tuple[Any, torch.Tensor]:
         self.view.host = host
+        for backend in self.backends:
+            backend.prepare(self.view)
         self.pieces.replay()
         return self.output, self.inputs
 
@@ -116,8 +119,9 @@ def idle_batch(bucket: Bucket) -> Batch:
 
 
 def capture(make: Callable[[], Graph], device: Device, run: Callable[[View, Any], tuple[Any, torch.Tensor]],
-            state: State, view: View, buffer: torch.Tensor, whole: bool) -> Captured:
-    """Capture `run(view, pieces)` on a stream of its own. whole: as one graph, else with attention between graphs.
+            state: State, view: View, buffer: torch.Tensor, whole: tuple[Backend, ...] | None) -> Captured:
+    """Capture `run(view, pieces)` on a stream of its own. whole: as one graph with what these backends do in it; None =
+    with attention between graphs.
 
     Raises what `run` raises, and `RuntimeError` for what a graph cannot hold, such as waiting for the device.
     """
@@ -125,15 +129,18 @@ def capture(make: Callable[[], Graph], device: Device, run: Callable[[View, Any]
     with torch.inference_mode(), (torch.Stream(device.torch) if not device.host else torch.inference_mode()):
         for _ in range(WARM_UPS):
             run(view, None)
+        view.whole = whole is not None
+        for backend in whole or ():
+            backend.prepare(view)
         device.wait()
         pieces.begin()
         try:
-            output, inputs = run(view, None if whole else pieces)
+            output, inputs = run(view, None if view.whole else pieces)
             pieces.end()
         except BaseException:
             pieces.give_up()
             raise
-    return Captured(state, buffer, view, pieces, output, inputs)
+    return Captured(state, buffer, view, pieces, output, inputs, whole or ())
 
 
 def fits(captured: Captured | None, state: State, fed_bytes: int) -> bool:

@@ -5,7 +5,7 @@ One object for each platform object. Nothing here is chosen in a step: `attentio
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -21,11 +21,20 @@ from .state import KV_DTYPES
 from .turns import Turns, rotate
 
 
+class Maker(Protocol):
+    """Makes a backend for one case, or leaves the case to others: q, a layer's memory, and the spec."""
+
+    name: str
+
+    def __call__(self, q: torch.Tensor, cache: torch.Tensor, spec: AttentionSpec) -> Backend | None:
+        ...
+
+
 class Kernels:
     """Defaults composed of torch operators.
 
     kept: formats whose codes stay as they are. backends: ways to compute attention, the preferred first; the last one
-    takes every case.
+    takes every case. makers: asked before them to make one for a case, or None. notes: more of the manifest's details.
     """
 
     kept: tuple[str, ...] = ()
@@ -34,11 +43,13 @@ class Kernels:
     def __init__(self, device: Device) -> None:
         self.device, self.turns = device, Turns(device)
         self.backends: Sequence[Backend] = (Composed(),)
+        self.makers: Sequence[Maker] = ()
+        self.notes: dict[str, str] = {}
         self._chosen: dict[tuple[Any, ...], Backend] = {}
 
     def describe(self) -> dict[str, str]:
         """Which paths serve, for the manifest's details."""
-        return {"attention": self.backends[0].name}
+        return {"attention": ", else ".join([*(make.name for make in self.makers), self.backends[0].name])} | self.notes
 
     def load(self, raws: Sequence[RawTensor], spec: WeightSpec, dtype: str) -> Leaf:
         return quant.load_weight(raws, spec, dtype, self.device)
@@ -47,7 +58,9 @@ class Kernels:
         """The first backend that takes the case."""
         key = (spec, q.dtype, q.shape[1:], cache.dtype, cache.shape[2:])
         if key not in self._chosen:
-            self._chosen[key] = next(b for b in self.backends if self.takes(b, q, cache, spec))
+            made = (make(q, cache, spec) for make in self.makers)
+            self._chosen[key] = next((backend for backend in made if backend is not None), None) or next(
+                backend for backend in self.backends if self.takes(backend, q, cache, spec))
         return self._chosen[key]
 
     def takes(self, backend: Backend, q: torch.Tensor, cache: torch.Tensor, spec: AttentionSpec) -> bool:
@@ -58,8 +71,8 @@ class Kernels:
         page_size = cache.shape[2]
         flat = cache.view(-1, *cache.shape[3:])
         at = slots // page_size * (2 * page_size) + slots % page_size
-        flat.index_put_((at.long(),), k.to(flat.dtype))
-        flat.index_put_((at.long() + page_size,), v.to(flat.dtype))
+        flat.index_put_((at.long(),), within(k, flat.dtype))
+        flat.index_put_((at.long() + page_size,), within(v, flat.dtype))
 
     def rope_write(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
                    cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
@@ -91,6 +104,14 @@ class Kernels:
     def sample(self, logits: torch.Tensor, fed: Mapping[str, torch.Tensor], inputs: torch.Tensor, top: int | None,
                scored: bool) -> Sampled:
         return sample(logits, fed, inputs, top, scored)
+
+
+def within(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Cast; what an 8-bit float does not reach is kept as its largest value."""
+    if dtype.itemsize > 1:
+        return values.to(dtype)
+    largest = min(torch.finfo(dtype).max, torch.finfo(values.dtype).max)
+    return values.clamp(-largest, largest).to(dtype)
 
 
 def reason_against(op: str, case: Mapping[str, Any], dtypes: Sequence[str]) -> str | None:

@@ -157,7 +157,8 @@ class Step:
     def _capture(self, state: State, decode: bool) -> None:
         runtime, bucket = self.runtime, self.bucket
         view = View(idle_batch(bucket), {}, bucket, state.spec.page_size, decode)
-        whole = decode and all(b.whole(bucket, view.page_size) is None for b in self.used)
+        used = tuple(self.used)
+        whole = used if decode and all(b.whole(bucket, view.page_size) is None for b in used) else None
         try:
             with torch.inference_mode():
                 host = self._host_arrays(view)

@@ -5,12 +5,24 @@ from importlib.util import find_spec
 
 from ..accelerator.device import Device
 from ..accelerator.kernels import Kernels
+from .flashinfer_attention import FlashInferFirst
+from .flashinfer_library import installed
 
 FP8_UNITS = ("sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "sm_121")
 
 
 def make_kernels(device: Device, narrow: bool) -> Kernels:
     """The kernels for this device. narrow: activations of 8-bit weights may be quantized."""
+    kernels, library = shared_kernels(device, narrow), installed()
+    if isinstance(library, str):
+        kernels.notes["FlashInfer"] = library
+    else:
+        kernels.makers = (FlashInferFirst(library, device),)
+    return kernels
+
+
+def shared_kernels(device: Device, narrow: bool) -> Kernels:
+    """Triton's, or torch's operators where there is no Triton."""
     if find_spec("triton") is None:
         return Kernels(device)
     from ..triton_kit.kernels import TritonKernels

@@ -55,6 +55,9 @@ class PagedAttention:
     def whole(self, bucket: Bucket, page_size: int) -> str | None:
         return None
 
+    def prepare(self, view: View) -> None:
+        """Nothing: all that a step needs was fed."""
+
     def attend(self, q: torch.Tensor, cache: torch.Tensor, view: View, spec: AttentionSpec) -> torch.Tensor:
         return (self._decode if view.decode else self._ragged)(q, cache, view, spec)
 

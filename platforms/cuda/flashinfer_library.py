@@ -1,0 +1,83 @@
+"""FlashInfer as it is installed, and what it takes.
+
+Attention alone is called. Its samplers draw by themselves, where a draw here comes from the request's own uniform
+number (`plan.Sampling`); its products and fused experts want weights in orders of their own, which nothing but a device
+can show to be right.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
+
+import torch
+
+from ...core.platform import AttentionSpec
+
+NAME = "flashinfer"
+HALVES = (torch.bfloat16, torch.float16)
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def installed() -> ModuleType | str:
+    """The library, or why there is none."""
+    if find_spec(NAME) is None:
+        return "not installed"
+    try:
+        return import_module(NAME)
+    except Exception as error:  # whatever its start-up raises: a wrong torch, a missing compiler, a missing device
+        return f"cannot be imported: {type(error).__name__}: {error}"[:300]
+
+
+@dataclass(frozen=True)
+class Case:
+    """What attention's plan depends on beyond a step's batch."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    page_size: int
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    spec: AttentionSpec
+
+    @classmethod
+    def of(cls, q: torch.Tensor, cache: torch.Tensor, spec: AttentionSpec) -> Case:
+        """q [T, heads, head_dim] and a layer's memory."""
+        return cls(q.shape[1], cache.shape[3], q.shape[2], cache.shape[2], q.dtype, cache.dtype, spec)
+
+    @property
+    def group(self) -> int:
+        return self.heads // self.kv_heads
+
+    @property
+    def tensor_cores(self) -> bool:
+        """Whether decode goes by the matrix units: wide groups gain, and the other kernel has groups of 1 to 3 and few
+        more. Source: FlashInfer's documentation of `use_tensor_cores`, and DISPATCH_GQA_GROUP_SIZE of its utils.cuh."""
+        return self.group > 3 or self.kv_dtype in FP8
+
+    def arguments(self) -> dict[str, object]:
+        """Of both wrappers' `plan`. Its window counts the tokens before a query, ours counts the query too."""
+        window = self.spec.window
+        return {"num_qo_heads": self.heads, "num_kv_heads": self.kv_heads, "page_size": self.page_size,
+                "pos_encoding_mode": "NONE", "window_left": -1 if window is None else window - 1,
+                "logits_soft_cap": self.spec.softcap, "q_data_type": self.dtype, "kv_data_type": self.kv_dtype,
+                "sm_scale": self.spec.scale}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Types of queries, and dimensions of heads, that there are kernels for (DISPATCH_HEAD_DIM of its utils.cuh)."""
+
+    dtypes: tuple[torch.dtype, ...] = HALVES
+    head_dims: tuple[int, ...] = (64, 128, 256)
+
+    def reason_against(self, case: Case) -> str | None:
+        if case.dtype not in self.dtypes:
+            return f"queries in {case.dtype}"
+        if case.kv_dtype != case.dtype and case.kv_dtype not in FP8:
+            return f"queries in {case.dtype} over {case.kv_dtype}"
+        if case.head_dim not in self.head_dims:
+            return f"heads of {case.head_dim}: there are {', '.join(map(str, self.head_dims))}"
+        return None

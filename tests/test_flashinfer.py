@@ -1,0 +1,127 @@
+"""FlashInfer's attention on the cuda platform: the laws, with graphs recorded, through a stand-in that takes no call
+which the real library's signatures (ci/flashinfer_signatures.json) would not."""
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import cache
+from types import SimpleNamespace
+
+import flashinfer_signatures
+import pytest
+import torch
+from isthmus.conformance import Case, Context, Outcome, all_cases, run_case
+from isthmus.conformance.driver import Driver
+from isthmus.conformance.ledger import Ledger
+from isthmus.conformance.oracle import placed, text
+from isthmus.core.platform import AttentionSpec
+from isthmus.platforms.accelerator.device import Device
+from isthmus.platforms.cuda.flashinfer_attention import FlashInfer, FlashInferFirst
+from isthmus.platforms.cuda.flashinfer_library import Case as Shape
+from isthmus.platforms.cuda.flashinfer_library import Limits
+
+from .emulation.cuda_flashinfer import library as stand_in
+from .emulation.cuda_flashinfer.platform import Platform
+from .emulation.recorder import RecordedGraph
+
+COST = 60  # seconds
+TABLE = flashinfer_signatures.read_table()
+CASES = [case for case in all_cases() if case.dtype != "f64" and (
+    case.law in ("model", "state", "compile") or case.op == "attention")]
+PARAMETERS = [pytest.param(case, id=str(case), marks=[pytest.mark.slow] * (case.law == "ops")) for case in CASES]
+
+
+@cache
+def library() -> SimpleNamespace:
+    signatures = {name: flashinfer_signatures.signature(each) for name, each in TABLE["signatures"].items()}
+    return stand_in.library({name: each.bind for name, each in signatures.items()}, TABLE["version"])
+
+
+@cache
+def context() -> Context:
+    def make() -> Platform:
+        platform = Platform({})
+        platform.library = library()
+        return platform
+    platform = make()
+    return Context(platform, platform.probe(), make=make)
+
+
+@pytest.mark.parametrize("case", PARAMETERS)
+def test_law(case: Case) -> None:
+    result = run_case(context(), case, Ledger())
+    if result.outcome is Outcome.UNSUPPORTED:
+        pytest.skip(result.reason)
+    assert result.outcome is Outcome.PASSED, f"{result.outcome}: {result.reason}"
+    refused = {case: why for case, why in context().platform.first.reasons.items() if "queries in" not in why}
+    assert not refused, "the stand-in was not taken"
+
+
+def test_decode_and_prefill_are_flashinfers_and_a_decode_step_is_one_graph() -> None:
+    model = placed(context(), "gemma3", "f32")  # windows of some layers
+    driver, tokens = Driver(model), text(30, 0, "flashinfer")
+    before, replayed = stand_in.CALLS.copy(), RecordedGraph.replayed
+    driver.logits((1, tokens[:9]), (2, tokens[:7]))
+    for at in range(9, 14):
+        driver.logits((1, [tokens[at]]), (2, [tokens[at - 2]]))
+    made = stand_in.CALLS - before
+    assert made["BatchPrefillWithPagedKVCacheWrapper.run"] >= 3 and RecordedGraph.replayed - replayed >= 4
+    # A replay runs nothing anew, and plans once for each case: with a window, and without.
+    before = stand_in.CALLS.copy()
+    driver.logits((1, [3]), (2, [4]))
+    assert stand_in.CALLS - before == {"BatchDecodeWithPagedKVCacheWrapper.plan": 2}
+    assert "FlashInfer" in context().manifest.details["attention"]
+
+
+def shape(heads: int = 8, kv_heads: int = 2, dim: int = 128, page_size: int = 16, dtype: torch.dtype = torch.bfloat16,
+          kv_dtype: torch.dtype | None = None, **spec: float) -> Shape:
+    return Shape(heads, kv_heads, dim, page_size, dtype, kv_dtype or dtype, AttentionSpec(0.1, **spec))
+
+
+@pytest.mark.parametrize(("case", "why"), [
+    (shape(), None), (shape(kv_dtype=torch.float8_e4m3fn), None), (shape(window=7, softcap=30.0), None),
+    (shape(dtype=torch.float16), None), (shape(dtype=torch.float32), "queries in torch.float32"),
+    (shape(kv_dtype=torch.float16), "over torch.float16"), (shape(dim=80), "heads of 80")])
+def test_which_cases_are_taken_is_told(case: Shape, why: str | None) -> None:
+    reason = Limits().reason_against(case)
+    assert reason is None if why is None else why in reason
+
+
+def test_groups_that_only_matrix_units_have_go_there() -> None:
+    assert [shape(heads=2 * group).tensor_cores for group in (1, 2, 3, 4, 5, 7)] == [False] * 3 + [True] * 3
+    assert shape(heads=2, kv_dtype=torch.float8_e5m2).tensor_cores
+
+
+def test_a_window_counts_the_query_itself() -> None:
+    assert shape(window=1).arguments()["window_left"] == 0 and shape().arguments()["window_left"] == -1
+
+
+def ask(first: FlashInferFirst, case: Shape) -> FlashInfer | None:
+    cache = torch.zeros((2, 2, case.page_size, case.kv_heads, case.head_dim), dtype=case.kv_dtype)
+    return first(torch.zeros((1, case.heads, case.head_dim), dtype=case.dtype), cache, case.spec)
+
+
+def test_what_cannot_be_built_is_left_to_others_with_the_reason() -> None:
+    def fail(*args: object, **kwargs: object) -> None:
+        raise RuntimeError("Could not find nvcc")
+    broken = SimpleNamespace(__version__="1", BatchDecodeWithPagedKVCacheWrapper=fail)
+    first = FlashInferFirst(broken, Device(torch.device("cpu")))
+    assert ask(first, shape()) is None and first.reasons[shape()] == "RuntimeError: Could not find nvcc"
+    assert isinstance(ask(FlashInferFirst(library(), Device(torch.device("cpu"))), shape()), FlashInfer)
+
+
+@pytest.mark.parametrize(("wrapper", "method", "name"), [
+    ("BatchDecodeWithPagedKVCacheWrapper", "_plan_impl", "sm_scale"),
+    ("BatchDecodeWithPagedKVCacheWrapper", "__init__", "use_tensor_cores"),
+    ("BatchPrefillWithPagedKVCacheWrapper", "plan", "paged_kv_last_page_len"),
+    ("BatchPrefillWithPagedKVCacheWrapper", "run", "paged_kv_cache")])
+def test_a_call_that_the_real_library_would_not_take_is_refused(wrapper: str, method: str, name: str) -> None:
+    """As if the library had called one parameter something else, or had taken one away."""
+    def without(each: inspect.Signature) -> Callable[..., object]:
+        return each.replace(parameters=[p for p in each.parameters.values() if p.name != name]).bind
+    signatures = {each: flashinfer_signatures.signature(found) for each, found in TABLE["signatures"].items()}
+    binds = {each: without(found) if each == f"{wrapper}.{method}" else found.bind
+             for each, found in signatures.items()}
+    first = FlashInferFirst(stand_in.library(binds, "other"), Device(torch.device("cpu")))
+    assert ask(first, shape()) is None
+    assert first.reasons[shape()].startswith("TypeError")
