@@ -170,7 +170,7 @@ def measure(spec: Any, target: str, log: io.StringIO) -> dict[str, Any]:
 
 def compile_all(jobs: list[tuple[str, str, str]], cache: Path, workers: int) -> Iterator[tuple[Any, dict[str, Any]]]:
     """Results as they come. What a crash of a compiler took with it is tried again by itself."""
-    context, alone = get_context("spawn"), []
+    context = get_context("spawn")
     waiting = list(jobs)
     while waiting:
         with ProcessPoolExecutor(workers, mp_context=context) as pool:
