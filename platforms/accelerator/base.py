@@ -88,7 +88,9 @@ class AcceleratorPlatform:
         self._rank, self._world = rank, world
         device = self.claim(rank, world)
         kernels, graphs = self.kernels(device), self.graphs(device) if mode != "off" else "turned off by an option"
-        background = ThreadPoolExecutor(1, f"{self.name}-graphs") if mode == "background" else None
+        # Ranks must do what they sum in the same order, and so capture at the same steps.
+        background = ThreadPoolExecutor(1, f"{self.name}-graphs", device.enter) if (
+            mode == "background" and world == 1) else None
         self._runtime = Runtime(device, kernels, Staging(device), graphs, background, self._captured)
         total, free = self.memory()
         details = device.details | kernels.describe() | {

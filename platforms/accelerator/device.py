@@ -5,6 +5,7 @@ The CPU counts as a device here too. It has no streams and cannot pin memory; th
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -39,13 +40,24 @@ class Device:
     def host(self) -> bool:
         return self.torch.type == "cpu"
 
+    @property
+    def module(self) -> Any:
+        """torch's own of this kind of device: `torch.cuda` and the like."""
+        return torch.get_device_module(self.torch)
+
+    def enter(self) -> None:
+        """Make it this thread's device, as a new thread has to."""
+        if not self.host:
+            self.module.set_device(self.torch)
+
     def event(self) -> torch.Event | Done:
         return Done() if self.host else torch.Event(self.torch)
 
     def memory(self) -> tuple[int, int]:
         """Bytes on the device: total, and free, with what torch's allocator keeps for later among the free ones."""
-        free, total = torch.accelerator.get_memory_info(self.torch)
-        kept = torch.accelerator.memory_reserved(self.torch) - torch.accelerator.memory_allocated(self.torch)
+        figures = torch.accelerator if hasattr(torch.accelerator, "get_memory_info") else None
+        free, total = figures.get_memory_info(self.torch) if figures else self.module.mem_get_info(self.torch)
+        kept = self.module.memory_reserved(self.torch) - self.module.memory_allocated(self.torch)
         return total, free + kept
 
     def host_buffer(self, nbytes: int) -> torch.Tensor:

@@ -4,12 +4,16 @@ torch calls AMD's GPUs by the same names, so `rocm` derives from this.
 """
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from ...core.platform import Unavailable
 from ..accelerator.base import AcceleratorPlatform
 from ..accelerator.device import Device
+from ..accelerator.graph import Graph
 from ..accelerator.kernels import Kernels
+from .graph import cuda_graphs
 from .kernels import make_kernels
 
 OLDEST = (8, 0)  # Ampere: bf16 matrix units
@@ -44,6 +48,9 @@ class CudaPlatform(AcceleratorPlatform):
 
     def facts(self, facts: object) -> dict[str, str]:
         return {"architecture": self.arch(facts), "CUDA": str(torch.version.cuda)}
+
+    def graphs(self, device: Device) -> Callable[[], Graph] | str:
+        return cuda_graphs(device)
 
     def kernels(self, device: Device) -> Kernels:
         return make_kernels(device, self.options.get("activations") == "8bit")
