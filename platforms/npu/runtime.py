@@ -54,7 +54,7 @@ class NpuPlatform(AcceleratorPlatform):
                 raise Unavailable(f"{name}={self.options[name]!r}: one of {', '.join(known)} is needed")
         if world != 1:
             raise Unavailable(f"--platform=npu runs on one NPU for now, without HCCL; {world} ranks were asked for: "
-                              "--tp=1")
+                              "--tensor-parallel-size 1")
         return super().probe(rank, world)
 
     def claim(self, rank: int, world: int) -> Device:
