@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import sys
 from dataclasses import replace
 from importlib.metadata import EntryPoint
@@ -197,6 +198,16 @@ def test_doctor_tells_what_a_platform_that_cannot_run_would_offer(monkeypatch, c
     assert "isthmus explain --platform cpu" in text and len(text.splitlines()) <= 20
     found = doctor.examine(PlatformSettings())["platforms"]["cpu"]
     assert found["offers"] == msgspec.to_builtins(claim) and found["reason"] == "no torch here"
+
+
+def test_doctor_calls_a_platforms_own_mistake_broken(monkeypatch, capsys):
+    def forgetful(self, rank=0, world=1):
+        return Manifest(name="reference", device="d")
+    monkeypatch.setattr("isthmus.platforms.reference.platform.Platform.probe", forgetful)
+    main(["doctor"])
+    line, = (line for line in capsys.readouterr().out.splitlines() if line.startswith("  - reference"))
+    assert re.search(r"any host processor, f64, f32; broken: tests/test_manifests.py:\d+: TypeError: "
+                     r"Manifest.__init__\(\) missing \d+ required positional arguments: 'interface'", line), line
 
 
 def test_explain_prints_the_manifest_in_full_also_of_a_platform_that_cannot_run(monkeypatch, tiny, capsys):

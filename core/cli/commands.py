@@ -42,11 +42,12 @@ GET /health is 200 as long as the engine lives, also while a stopping server let
 running requests finish. GET /ready is 200 only when a new request would be taken.
 When the engine dies both are 503, and soon the server ends with exit code 1."""
 CONFORMANCE = """\
-Outcomes: passed, unsupported (declared, with the reason), expected failure (in the
-platform's ledger.toml), unexpected pass, wrong, error. The exit code is 0 only if
-nothing is wrong, in error or unexpected; 2 if the platform cannot run here, or the
-report cannot be written. The platform runs in a process of its own: what ends that
-early is named, and is no success."""
+Outcomes: passed, unsupported (declared, with the reason; "not claimed" where it is a
+matter of choice, such as a dtype), expected failure (in the platform's ledger.toml),
+unexpected pass, wrong, error. Ctrl-C and SIGTERM print what was done. The exit code is
+0 only if nothing is wrong, in error or unexpected; 2 if the platform cannot run here,
+or the report cannot be written. The platform runs in a process of its own: what ends
+that early is named, and is no success."""
 
 ENGINE = ("model", "platform", "cache", "scheduler")
 ONE_USER = ("model", "revision", "dtype", "max_model_len", "chat_template", "platform", "platform_option",

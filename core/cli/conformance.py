@@ -19,7 +19,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the report as Markdown")
     parser.add_argument("--timeout", type=float, default=300, metavar="SECONDS",
                         help="for one case; the run ends at one that takes longer [300]")
-    parser.add_argument("--verbose", action="store_true", help="print each case's name before it is run")
+    parser.add_argument("--verbose", action="store_true",
+                        help="print each case's name before it is run, then its outcome and seconds")
     parser.add_argument("--list", action="store_true", help="print the cases and what they need, and run none")
 
 

@@ -109,7 +109,9 @@ def _finding(answer: Any) -> dict[str, Any]:
     """A manifest, or the exception in its place, as plain data."""
     if isinstance(answer, Exception):
         from ..discovery import told
-        return {"available": False, "reason": " ".join(told(answer).split())}
+        from ..registry import RegistrationError
+        return {"available": False, "broken": isinstance(answer, RegistrationError),
+                "reason": " ".join(told(answer).split())}
     return {"available": True, "device": answer.device, "dtypes": answer.compute_dtypes, "rank": answer.rank,
             "memory_free": answer.memory_free, "details": dict(answer.details)}
 
@@ -167,7 +169,8 @@ def _platform_lines(report: dict[str, Any]) -> list[str]:
 
 def _offered(entry: dict[str, Any]) -> str:
     offers = entry.get("offers")
-    return f"for {offers['devices']}, {', '.join(offers['compute_dtypes'])}; not here: " if offers else ""
+    why = "broken: " if entry.get("broken") else "not here: " if offers else ""
+    return (f"for {offers['devices']}, {', '.join(offers['compute_dtypes'])}; " if offers else "") + why
 
 
 def _limits(entry: dict[str, Any]) -> str:

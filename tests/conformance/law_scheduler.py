@@ -37,9 +37,10 @@ class Served(NamedTuple):
 
 
 class Bench:
-    """An engine on the platform under test: `pages` pages, a few requests at a time, prompts in small chunks."""
+    """An engine on the platform under test: `pages` pages, a few requests at a time, prompts in chunks of `chunk`
+    tokens, or small ones."""
 
-    def __init__(self, context: Context, dtype: str, pages: int, cached: bool):
+    def __init__(self, context: Context, dtype: str, pages: int, cached: bool, chunk: int | None = None):
         self.context, self.dtype, self.page = context, dtype, context.page_size()
         manifest = context.manifest
         kv = dtype if dtype in manifest.kv_dtypes else manifest.kv_dtypes[0]
@@ -48,7 +49,7 @@ class Bench:
         self.core = EngineCore(Config(
             ModelSettings(str(tiny_model(KIND, context.seed)), dtype=SETTING[dtype]),
             CacheSettings(self.page, f"{pages * spec.page_bytes()}B", cached),
-            SchedulerSettings(max_running_requests=4, chunked_prefill_size=2 * self.page + 3)),
+            SchedulerSettings(max_running_requests=4, chunked_prefill_size=chunk or 2 * self.page + 3)),
             clock=lambda: 0.0, platform=self.device)
         self.core.cache.pool.strict = True
 
@@ -110,14 +111,14 @@ def served(outputs: Sequence[TokenOutput]) -> dict[str, Served]:
     return result
 
 
-def bench(context: Context, dtype: str, pages: int = 64, cached: bool = True) -> Bench:
+def bench(context: Context, dtype: str, pages: int = 64, cached: bool = True, chunk: int | None = None) -> Bench:
     """An engine for all cases that want this one, idle and empty; a new one after a case that left it otherwise."""
-    key = ("engine", dtype, pages, cached)
-    made = context.once(key, lambda: Bench(context, dtype, pages, cached))
+    key = ("engine", dtype, pages, cached, chunk)
+    made = context.once(key, lambda: Bench(context, dtype, pages, cached, chunk))
     made.core.command("flush_cache")
     if made.core.has_work or made.core.cache.pool.free < made.core.cache.pool.capacity:
         context.forget(key)
-        return bench(context, dtype, pages, cached)
+        return bench(context, dtype, pages, cached, chunk)
     return made
 
 
@@ -184,7 +185,7 @@ def aborted(context: Context, dtype: str) -> None:
 def longest(context: Context, dtype: str) -> None:
     """A request that fills the whole context which the engine promises on a platform with buckets."""
     most = placed(context, KIND, dtype).loaded.config.max_position
-    run = bench(context, dtype, pages=most // context.page_size() + 2)
+    run = bench(context, dtype, most // context.page_size() + 2, chunk=most // 4)
     limit = run.core.info.max_model_len
     run.serve({"long": text(limit - 3, context.seed, "longest")}, 3)
     run.empty(f"after a context of {limit}")
