@@ -204,7 +204,7 @@ def test_what_its_own_version_asks_for_is_missed_in_both(version_2):
 
 @pytest.mark.parametrize("version", [0, 3, None, "1"])
 def test_other_versions_are_refused_by_name(version_2, version):
-    with pytest.raises(RegistrationError, match=f"interface_version is {version}, this core serves 1 and 2"):
+    with pytest.raises(RegistrationError, match=f"interface_version is {version!r}, this core serves 1 and 2"):
         check_platform("acme", type("Platform", (Reference,), {"interface_version": version}))
 
 
