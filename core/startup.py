@@ -108,8 +108,7 @@ def named(path: Path) -> Iterator[None]:
 
 def claim_platform(config: Config, platform: Any = None) -> tuple[Any, Manifest, str]:
     """The platform given or asked for, or the best there is, probed: (platform, manifest, why this one)."""
-    reason = "given by the caller"
-    name = "given"
+    name, reason = "given", "given by the caller"
     if platform is None:
         options = platform_options(config.platform.platform_option)
         name, reason = config.platform.platform, "named by the user"
@@ -129,8 +128,9 @@ def load_rank(config: Config, rank: int, world: int) -> tuple[Any, LoadedModel]:
     """Another rank's platform with its share of the model on it, as rank 0 has its own."""
     options = platform_options(config.platform.platform_option)
     name = config.platform.platform
-    platform = load_platform(choose_platform(options)[0] if name == "auto" else name, options)
-    manifest = platform.probe(rank, world)
+    name = choose_platform(options)[0] if name == "auto" else name
+    platform = load_platform(name, options)
+    manifest = probe(name, platform, rank, world)
     path = Path(resolve_model(config.model.model, config.model.revision))
     with named(path), open_checkpoint(path) as checkpoint:
         return platform, load_model(checkpoint, platform, manifest, compute_dtype(config, manifest),

@@ -270,3 +270,13 @@ def test_a_malformed_ledger_fails_the_run(tmp_path: Path, command: Command) -> N
     (tmp_path / "isthmus_odd" / "ledger.toml").write_text("xfail = 3")
     done = command("pass")
     assert done.returncode == 1 and "ledger.toml: xfail is 3" in done.stderr
+
+
+def test_a_manifest_for_two_ranks_is_looked_at_too() -> None:
+    class Doubled(Reference):
+        def probe(self, rank: int = 0, world: int = 1) -> Any:
+            manifest = Reference({}).probe()
+            return manifest if world == 1 else replace(manifest, local_ranks="two")
+    report = run(Doubled, "parallel[llama,whole*f32]")
+    assert set(report.counts()) == {Outcome.ERROR}
+    assert "Expected `int`, got `str` - at `$.local_ranks`" in report.results[0].reason

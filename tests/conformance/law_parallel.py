@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ..core.discovery import probe
 from ..core.platform import Unavailable, Unsupported
 from .case import Case, Context, Needs, NotClaimed
 from .law_model import Check, batched, greedy, moved, whole
@@ -21,9 +22,9 @@ def ranks(context: Context) -> Context:
         raise Unsupported("a second platform cannot be made: the suite was given an object")
     platform = context.make()
     try:
-        manifest = platform.probe(0, RANKS)
+        manifest = probe(context.name or context.manifest.name, platform, 0, RANKS)
     except Unavailable as error:
-        raise NotClaimed(str(error)) from error
+        raise NotClaimed(said(error)) from error
     if manifest.local_ranks != RANKS:
         getattr(platform, "close", lambda: None)()
         raise NotClaimed("one rank in each process: engines of several processes are not held to laws here")
