@@ -40,12 +40,12 @@ OPS = ("embed", "linear", "rms_norm", "rope", "attention", "act_mul", "moe", "al
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 BUCKETS = Buckets(tokens=(*SIZES, 384, 512, 1024, 2048, 4096, 8192), rows=SIZES,
                   pages=(16, 64, 256, 1024, 4096, 16384))
-MODES = ("background", "first", "off")
+MODES = ("background", "first", "second", "off")
 
 
 class AcceleratorPlatform:
     """One rank on one device. Options: `graphs`, when steps are captured: in the "background" while they are launched
-    eagerly (the default), at the "first" launch, or "off". `traces` counts the captures."""
+    eagerly (the default), by a bucket's "first" or "second" launch, or "off". `traces` counts the captures."""
 
     interface_version = INTERFACE_VERSION
     name = ""
@@ -91,7 +91,8 @@ class AcceleratorPlatform:
         # Ranks must do what they sum in the same order, and so capture at the same steps.
         background = ThreadPoolExecutor(1, f"{self.name}-graphs", device.enter) if (
             mode == "background" and world == 1) else None
-        self._runtime = Runtime(device, kernels, Staging(device), graphs, background, self._captured)
+        self._runtime = Runtime(device, kernels, Staging(device), graphs, background, self._captured,
+                                1 + (mode == "second"))
         total, free = self.memory()
         details = device.details | kernels.describe() | {
             "torch": str(torch.__version__), "graphs": graphs if isinstance(graphs, str) else f"captured, {mode}"}

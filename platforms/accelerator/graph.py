@@ -127,7 +127,7 @@ def capture(make: Callable[[], Graph], device: Device, run: Callable[[View, Any]
     """
     pieces = Pieces(make)
     with torch.inference_mode(), (torch.Stream(device.torch) if not device.host else torch.inference_mode()):
-        for _ in range(WARM_UPS):
+        for _ in range(0 if device.host else WARM_UPS):
             run(view, None)
         view.whole = whole is not None
         for backend in whole or ():

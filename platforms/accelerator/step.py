@@ -30,7 +30,8 @@ class Runtime:
     """What the steps of a platform share.
 
     graph: makes graphs, or says why there are none. background: where graphs are captured; None = at once, by the step
-    that would need one. reduce: sum over the ranks. captured: told of each capture.
+    that would need one. captured: told of each capture. launches: how many of a bucket before it is captured.
+    reduce: sum over the ranks.
     """
 
     device: Device
@@ -39,6 +40,7 @@ class Runtime:
     graph: Callable[[], Graph] | str
     background: ThreadPoolExecutor | None
     captured: Callable[[], None]
+    launches: int = 1
     reduce: Callable[[torch.Tensor], torch.Tensor] | None = None
 
 
@@ -74,6 +76,7 @@ class Step:
         self.wanted: dict[bool, dict[str, Backend]] = {True: {}, False: {}}  # arrays, by whether every row is a decode
         self.used: set[Backend] = set()
         self.graphs: dict[bool, Captured] = {}      # by whether every row is a decode
+        self.launched = 0
         self.settled: dict[bool, State] = {}        # captured, being captured or given up, for this state
 
     def __call__(self, state: State, batch: Batch) -> tuple[Launched, State]:
@@ -144,6 +147,9 @@ class Step:
     def _consider(self, state: State, decode: bool) -> None:
         """Have a graph captured, once for a state, now or in the background."""
         if self.settled.get(decode) is state:
+            return
+        self.launched += 1
+        if self.launched < self.runtime.launches:
             return
         self.settled[decode] = state
         self.graphs.pop(decode, None)
