@@ -4,6 +4,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..core.discovery import probe
+from ..core.errors import said
 from ..core.platform import Unavailable, Unsupported
 from .case import Case, Context, Needs, NotClaimed
 from .law_model import Check, batched, greedy, moved, whole
