@@ -36,6 +36,7 @@ class XpuPlatform(AcceleratorPlatform):
     """
 
     name = "xpu"
+    collective = "xccl"
     options_known = (*AcceleratorPlatform.options_known, "operators", "triton")
 
     def claim(self, rank: int, world: int) -> Device:

@@ -15,6 +15,7 @@ class Platform(Emulated, XpuPlatform):
     __doc__ = XpuPlatform.__doc__
     interface_version = 1
     arch_name = "bmg"
+    page_sizes = (16, 32, 64, 128)  # the operators' alone, so that the laws about models call them
 
     def kernels(self, device: Device) -> XpuKernels:
         register()
