@@ -1,0 +1,93 @@
+"""The cuda and rocm platforms on the interpreter, beyond the conformance kit: quantized checkpoints as they are
+published, a whole engine with graphs, what is kept by which kernel."""
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from .interpreter import prepare
+
+if prepare().type != "cpu":
+    pytest.skip("an emulation of the device that is here", allow_module_level=True)
+
+from isthmus.conformance.driver import Driver, Model
+from isthmus.core.config import CacheSettings, Config, ModelSettings
+from isthmus.core.discovery import load_platform
+from isthmus.core.engine import EngineCore
+from isthmus.core.messages import SamplingParams, Submit, pack_ids
+
+from ..checkpoints import tiny_llama_gguf, write_safetensors
+from ..emulation.cuda.platform import Platform as Cuda
+from ..emulation.recorder import RecordedGraph
+from ..emulation.rocm.platform import Platform as Rocm
+from ..harness import Runner
+from ..scheme_files import write_config, written
+
+COST = 60  # seconds
+TOKENS = [5, 9, 3, 120, 7, 7, 44]
+
+
+def runner(kind: type, folder, dtype: str, **options: str) -> Driver:
+    platform = kind(options)
+    manifest = platform.probe()
+    return Driver(Model(platform, manifest, folder, dtype, manifest.page_sizes[0]))
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory):
+    """Logits of a scheme's dequantized values on the reference, by scheme and kind of model."""
+    def logits(scheme: str, kind: str, values: dict) -> np.ndarray:
+        folder = tmp_path_factory.mktemp(f"dense-{scheme}-{kind}")
+        write_config(folder, kind)
+        write_safetensors(folder / "model.safetensors", values, {"format": "pt"})
+        return Runner("reference", folder, "f64").logits((1, TOKENS))[0]
+    return logits
+
+
+CHECKPOINTS = [("awq", "llama", "int4"), ("gptq4", "llama", "int4"), ("gptq8-v2", "llama", "int8"),
+               ("fp8", "llama", "fp8"), ("int8", "llama", "int8"), ("ct-nvfp4", "llama", "nvfp4"),
+               ("quark-mxfp4", "llama", "mxfp4"),
+               ("awq", "qwen3_moe", "int4"), ("fp8", "qwen3_moe", "fp8")]
+
+
+@pytest.mark.parametrize("scheme, kind, label", CHECKPOINTS)
+def test_a_quantized_checkpoint_gives_the_logits_of_its_dequantized_self(tmp_path, dense, scheme, kind, label):
+    folder, values = written(tmp_path, scheme, kind)
+    made, want = runner(Cuda, folder, "f32"), dense(scheme, kind, values)
+    assert any(label in line for line in made.model.loaded.report), made.model.loaded.report
+    assert np.mean((made.logits((1, TOKENS))[0] - want) ** 2) < 1e-9 * np.mean(want ** 2)
+
+
+@pytest.mark.parametrize("kind", [Cuda, Rocm])
+@pytest.mark.parametrize("scheme", ["int8", "fp8"])
+def test_narrow_activations_are_close_and_asked_for(tmp_path, dense, scheme, kind):
+    folder, values = written(tmp_path, scheme, "llama")
+    made, want = runner(kind, folder, "bf16", activations="8bit"), dense(scheme, "llama", values)
+    assert any("8-bit activations" in line for line in made.model.loaded.report), made.model.loaded.report
+    error = np.mean((made.logits((1, TOKENS))[0] - want) ** 2) / np.mean(want ** 2)
+    assert 1e-6 < error < 2e-2
+
+
+def test_an_engine_gives_the_text_of_cpu(tmp_path):
+    """Prompts of several lengths together, one behind another's prefix, greedy and drawn, over replayed graphs."""
+    path = tiny_llama_gguf(tmp_path / "tiny.gguf")
+    texts = {}
+    for name in ("cpu", "cuda"):
+        config = Config(model=ModelSettings(model=str(path), dtype="float32"),
+                        cache=CacheSettings(kv_cache_memory="1MiB"))
+        engine = EngineCore(config, platform=Cuda({}) if name == "cuda" else load_platform("cpu", {"threads": "1"}))
+        before = RecordedGraph.replayed
+        for i, (prompt, more) in enumerate([([5, 6, 7], {}), (list(range(3, 40)), {}), (list(range(3, 36)), {}),
+                                            ([9, 9], {"temperature": 0.8, "seed": 4, "top_p": 0.9, "top_k": 40})]):
+            engine.submit(Submit(str(i), pack_ids(prompt), SamplingParams(
+                **{"max_tokens": 6, "temperature": 0.0, "ignore_eos": True, **more})))
+        found: dict[str, list[int]] = {}
+        while engine.has_work:
+            for output in engine.step():
+                assert output.finish != "error", output.error
+                found.setdefault(output.id, []).extend(np.frombuffer(output.tokens, np.int32).tolist())
+        engine.command("verify")
+        assert (RecordedGraph.replayed > before) == (name == "cuda")
+        engine.close()
+        texts[name] = found
+    assert texts["cuda"] == texts["cpu"]
