@@ -13,7 +13,7 @@ MAX_SECONDS = 24 * 3600  # of one case
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", action="append", default=[], metavar="LAW|OP|PATTERN",
-                        help="a law, an op, or a shell pattern of case ids; may be repeated")
+                        help="a law, an op, or a pattern of case ids with * and ?; may be repeated")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the random inputs [0]")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the whole report as JSON")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the report as Markdown")

@@ -20,7 +20,8 @@ def all_cases(only: Sequence[str] = ()) -> list[Case]:
     for pattern in only:
         if not any(wanted(case, pattern) for case in cases):
             raise ValueError(f"{pattern!r} is no law and no case; laws: {', '.join(LAWS)}; ops and other subjects: "
-                             f"{', '.join(dict.fromkeys(case.op for case in cases))}")
+                             f"{', '.join(dict.fromkeys(case.op for case in cases))}; in patterns only * and ? "
+                             "stand for anything else than themselves")
     return [case for case in cases if not only or any(wanted(case, pattern) for pattern in only)]
 
 
