@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FRAMEWORKS = ("torch", "jax", "jaxlib", "mlx", "triton", "tensorflow", "flashinfer", "torch_npu", "transformers")
 DEVICES = {"cpu", "cuda", "rocm", "hip", "xpu", "npu", "tpu", "mlx", "mps", "gpu", "metal", "nvidia", "amd", "intel",
            "ascend"}
+COST = 15  # seconds
 MAX_FILE, MAX_FUNCTION, MAX_CORE = 500, 60, 20_000
 KIT = ROOT / "tests" / "conformance"
 SOURCES = sorted(p for room in ("core", "platforms") for p in (ROOT / room).rglob("*.py"))
