@@ -175,7 +175,8 @@ def main(argv: list[str]) -> int:
     import triton
     modules = triton_aot.modules()
     results = run(given.only or list(modules), given.match, given.cache, ocloc, given.jobs, given.seconds)
-    counts = Counter("complaints" if complaint(r) else "compiled" for part in results.values() for r in part.values())
+    counts = Counter("compiled" if complaint(r) is None else "spill" if r.get("spills") else "not compiled"
+                     for part in results.values() for r in part.values())
     print(dict(counts))
     if not given.match and not given.only:
         TABLE.write_text(json.dumps({

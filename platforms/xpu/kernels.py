@@ -24,8 +24,10 @@ from .moe import ACTIVATIONS, Products, reason_against
 from .operators import Operators, install, installed_version, matching
 from .quant import Fp8, Grouped, Int4, Norm
 
+NARROW = ("f8_e4m3", "f8_e5m2")
 
-def make_kernels(device: Device, operators: bool = True, triton: bool = True) -> Kernels:
+
+def make_kernels(device: Device, operators: bool = True, triton: bool = True) -> XpuKernels:
     """The kernels for this device. operators, triton: whether these may be used where they are installed."""
     rest = triton_kernels(device) if triton and intel_triton() else Kernels(device)
     if not operators:
@@ -61,6 +63,7 @@ class XpuKernels(Kernels):
         self.fuses_rope = rest.fuses_rope
         own = ("fp8",) * ("fp8_gemm_w8a16" in operators) + quant.FOUR_BITS * ("int4_gemm_w4a16" in operators)
         self.kept = tuple(dict.fromkeys((*rest.kept, *own)))
+        self.narrow_kv = NARROW if rest.kept else ()  # Triton's kernels alone keep K and V in fp8
         self.backends: Sequence[Backend] = tuple(rest.backends)
         if "varlen_fwd" in operators:
             self.backends = (PagedAttention(operators["varlen_fwd"]), *rest.backends)

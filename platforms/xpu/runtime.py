@@ -9,9 +9,8 @@ from ...core.platform import Unavailable
 from ..accelerator.base import AcceleratorPlatform
 from ..accelerator.device import Device
 from ..accelerator.graph import Graph
-from ..accelerator.kernels import Kernels
 from .graph import graphs
-from .kernels import make_kernels
+from .kernels import XpuKernels, make_kernels
 
 # First half of PCI's device number -> what compilers call the family. Source: the Linux kernel's list of Intel's GPUs.
 FAMILIES = {0x0B: "pvc", 0xE2: "bmg", 0x64: "lnl", 0x56: "dg2", 0x7D: "mtl", 0xB0: "ptl"}
@@ -53,7 +52,13 @@ class XpuPlatform(AcceleratorPlatform):
         return XpuDevice(torch.device("xpu", rank), facts.name, family, cores,
                          details={"architecture": family, "driver": facts.driver_version})
 
-    def kernels(self, device: Device) -> Kernels:
+    def kernels(self, device: Device) -> XpuKernels:
+        made = self.choose(device)
+        self.kv_dtypes = (*AcceleratorPlatform.kv_dtypes, *made.narrow_kv)
+        return made
+
+    def choose(self, device: Device) -> XpuKernels:
+        """What is installed and wanted."""
         return make_kernels(device, **self.switches())
 
     def switches(self) -> dict[str, bool]:

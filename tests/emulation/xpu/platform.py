@@ -17,5 +17,5 @@ class Platform(Emulated, XpuPlatform):
     interface_version = 1
     arch_name = "pvc"
 
-    def kernels(self, device: Device) -> XpuKernels:
+    def choose(self, device: Device) -> XpuKernels:
         return XpuKernels(device, triton_kernels(device), {}, "not in this emulation")

@@ -17,6 +17,6 @@ class Platform(Emulated, XpuPlatform):
     arch_name = "bmg"
     page_sizes = (16, 32, 64, 128)  # the operators' alone, so that the laws about models call them
 
-    def kernels(self, device: Device) -> XpuKernels:
+    def choose(self, device: Device) -> XpuKernels:
         register()
         return XpuKernels(device, Kernels(device), matching()[0], "reference kernels")
