@@ -46,7 +46,7 @@ class NpuPlatform(AcceleratorPlatform):
 
     name = "npu"
     options_known = (*AcceleratorPlatform.options_known, *CHOICES)
-    page_sizes = (128, 256, 64, 32, 16)
+    page_sizes = (128, 64, 32, 16)
 
     def probe(self, rank: int = 0, world: int = 1) -> Manifest:
         for name, known in CHOICES.items():

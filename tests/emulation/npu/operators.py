@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 SCHEMAS = Path(__file__).with_name("operators.txt")
 HALVES = (torch.float16, torch.bfloat16)
-calls: Counter[str] = Counter()  # of this process, by operator: tests ask what a step was made of
 _kept: list[torch.library.Library] = []
 
 
@@ -28,22 +28,28 @@ def schemas() -> tuple[str, dict[str, str]]:
 
 def register() -> None:
     """Define the operators, once in a process; where torch_npu is loaded it did, and gets the CPU's kernels."""
-    if _kept:
+    loaded = hasattr(torch.ops.npu, "npu_rms_norm")
+    if loaded and torch._C._dispatch_has_kernel_for_dispatch_key("npu::npu_rms_norm", "CPU"):
         return
     library = torch.library.Library("npu", "FRAGMENT")
-    loaded = hasattr(torch.ops.npu, "npu_rms_norm")
     for name, schema in schemas()[1].items():
         if not loaded:
             library.define(schema.removeprefix("npu::"))
-        library.impl(name, counted(name, KERNELS[name]), "CPU")
+        library.impl(name, KERNELS[name], "CPU")
     _kept.append(library)
 
 
-def counted(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        calls[name] += 1
-        return kernel(*args, **kwargs)
-    return call
+class Calls(TorchDispatchMode):
+    """Counts the operators' calls of this thread: what a step is made of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if str(func).startswith("npu."):
+            self.counts[str(func).removeprefix("npu.").removesuffix(".default")] += 1
+        return func(*args, **(kwargs or {}))
 
 
 def need(condition: bool, what: str) -> None:

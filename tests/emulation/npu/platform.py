@@ -12,4 +12,5 @@ register()
 class Platform(Emulated, NpuPlatform):
     __doc__ = NpuPlatform.__doc__
     interface_version = 1
+    name = "npu_emulated"
     arch_name = "Ascend910B3"
