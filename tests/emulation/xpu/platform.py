@@ -15,6 +15,7 @@ from ..device import Emulated  # noqa: E402
 class Platform(Emulated, XpuPlatform):
     __doc__ = XpuPlatform.__doc__
     interface_version = 1
+    name = "xpu_emulated"
     arch_name = "pvc"
 
     def choose(self, device: Device) -> XpuKernels:

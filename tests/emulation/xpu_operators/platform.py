@@ -14,6 +14,7 @@ from .reference import register
 class Platform(Emulated, XpuPlatform):
     __doc__ = XpuPlatform.__doc__
     interface_version = 1
+    name = "xpu_operators_emulated"
     arch_name = "bmg"
     page_sizes = (16, 32, 64, 128)  # the operators' alone, so that the laws about models call them
 
