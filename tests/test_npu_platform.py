@@ -15,6 +15,7 @@ import pytest
 import torch
 from isthmus.conformance import Case, Context, Outcome, all_cases, run_case
 from isthmus.conformance.driver import Driver
+from isthmus.conformance.formats import quantized
 from isthmus.conformance.ledger import Ledger
 from isthmus.conformance.ops_attention import Shape, case, copied, exported
 from isthmus.conformance.ops_run import as_case
@@ -173,13 +174,12 @@ def test_attention_that_is_fused(message: str | None, heads: int, kv_heads: int,
     assert reason is None if message is None else message in reason
 
 
-@pytest.mark.parametrize("spec, bias, fused", [
-    (MoESpec(8, 2), False, True), (MoESpec(8, 2, "sigmoid"), True, True),
-    (MoESpec(8, 2, "sigmoid", False), False, False), (MoESpec(8, 2, groups=4, top_groups=2), True, False),
-    (MoESpec(256, 8, "sigmoid", groups=8, top_groups=4), True, True),
-    (MoESpec(4096, 8), False, False), (MoESpec(9, 4, groups=3, top_groups=1), False, False)])
-def test_choice_of_experts_that_is_fused(spec: MoESpec, bias: bool, fused: bool) -> None:
-    assert (moe.reason_against_choice(spec, bias) is None) == fused
+@pytest.mark.parametrize("spec, fused", [
+    (MoESpec(8, 2), True), (MoESpec(8, 2, "sigmoid"), True), (MoESpec(8, 2, "sigmoid", False), False),
+    (MoESpec(8, 2, groups=4, top_groups=2), False), (MoESpec(256, 8, "sigmoid", groups=8, top_groups=4), True),
+    (MoESpec(4096, 8), False), (MoESpec(9, 4, groups=3, top_groups=1), False)])
+def test_choice_of_experts_that_is_fused(spec: MoESpec, fused: bool) -> None:
+    assert (moe.reason_against_choice(spec) is None) == fused
 
 
 def test_an_activation_is_one_launch_where_gate_and_up_lie_side_by_side() -> None:
@@ -220,6 +220,15 @@ def test_formats_that_are_kept() -> None:
     assert str(loaded("f32", raw=int8())) == "float32"
     assert str(loaded("bf16", raw=int8(rows=36))) == "bfloat16"  # outputs that are no multiple of 8
     assert str(loaded("bf16", raw=int8(), activations="8bit")) == "int8, 8-bit activations"
+
+
+@pytest.mark.parametrize("dtype, format, kept", [
+    ("bf16", "q4_0", "2 experts, int4 groups of 32"), ("bf16", "q8_0", "2 experts, bfloat16"),
+    ("f16", "q4_1", "2 experts, float16"), ("f32", "q4_0", "2 experts, float32")])
+def test_experts_that_are_kept(dtype: str, format: str, kept: str) -> None:
+    raws = [quantized(np.random.default_rng(seed), format, (32, 64))[0] for seed in (1, 2)]
+    spec = WeightSpec(("a", "b"), "experts", experts=2)
+    assert str(context(Platform).platform.load(raws, spec, dtype)) == kept
 
 
 def test_zeros_are_whole_numbers() -> None:

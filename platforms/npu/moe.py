@@ -7,8 +7,6 @@ from ...core.platform import MoESpec
 from ..accelerator import moe as composed
 from ..accelerator.quant import Experts
 
-EXPERTS = 1024  # of one grouped product
-
 
 def act_mul(gate: torch.Tensor, up: torch.Tensor, kind: str) -> torch.Tensor:
     """One launch where gate and up are the halves of one product, as a model's are; else composed."""
@@ -26,7 +24,7 @@ def halves(gate: torch.Tensor, up: torch.Tensor) -> bool:
             and up.data_ptr() == gate.data_ptr() + width * gate.element_size())
 
 
-def reason_against_choice(spec: MoESpec, bias: bool) -> str | None:
+def reason_against_choice(spec: MoESpec) -> str | None:
     """Why the router's choice is not the operator's."""
     size = spec.experts // spec.groups
     if spec.scoring == "sigmoid" and not spec.renormalize:
@@ -40,7 +38,7 @@ def reason_against_choice(spec: MoESpec, bias: bool) -> str | None:
 
 def route(logits: torch.Tensor, spec: MoESpec, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Router logits [T, experts] -> experts int32 [T, top_k] and their weights, float32 [T, top_k]."""
-    if reason_against_choice(spec, bias is not None) is not None:
+    if reason_against_choice(spec) is not None:
         chosen, weights = composed.route(logits, spec, bias)
         return chosen.int(), weights
     sigmoid = spec.scoring == "sigmoid"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ...core.platform import RawTensor, WeightSpec
+from ...core.platform import RawTensor, Unsupported, WeightSpec
 from ..accelerator import quant
 from ..accelerator.device import Device
 from ..accelerator.quant import DTYPES, Dense, Experts, Leaf, Vector
@@ -21,6 +21,7 @@ from ..experts import by_expert
 NZ = ("quantized", "all", "off")
 FRACTAL_NZ = 29  # of aclFormat
 LIMIT = 65535    # rows and columns of a product of codes
+EXPERTS = 1024   # of a grouped product
 BLOCKS = ("q4_0", "q5_0", "q8_0")
 KEPT = (*BLOCKS, *INTEGERS)
 FOUR_BITS = ("q4_0", *(name for name, bits in INTEGERS.items() if bits <= 4))
@@ -51,9 +52,10 @@ class Ordered(Dense):
 
 @dataclass(frozen=True)
 class Codes:
-    """codes: int8 [in, out], or eight of 4 bits in an int32 [in, out / 8]; [experts, in, out] int8.
+    """codes: int8 [in, out], or eight of 4 bits in an int32 [in, out / 8]; of experts, along a first axis.
 
-    scale, offset: in the compute dtype, [in / group, out]; [experts, out]. offset None = zeros.
+    scale, offset: in the compute dtype, [in / group, out]; of experts [experts, in / group, out], or [experts, out] for
+    whole rows. offset None = zeros.
     """
 
     codes: torch.Tensor
@@ -72,12 +74,11 @@ class Codes:
 
     def grouped(self, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """Rows sorted by expert, `counts` of each -> their products."""
-        return grouped_product(x, self.codes, counts, antiquant_scale=[self.scale], antiquant_offset=[
-            torch.zeros_like(self.scale) if self.offset is None else self.offset])
+        return grouped_product(x, self.codes, counts, antiquant_scale=[self.scale], antiquant_offset=[self.offset])
 
     def __str__(self) -> str:
-        return f"int{self.bits} " + ("rows" if len(self.scale) == 1 or self.codes.dim() == 3 else
-                                     f"groups of {self.group}")
+        width = self.codes.shape[-2]
+        return f"int{self.bits} " + ("rows" if self.group == width else f"groups of {self.group}")
 
 
 @dataclass(frozen=True)
@@ -152,20 +153,31 @@ def reason_to_expand(raws: Sequence[RawTensor], dtype: str) -> str | None:
 
 def kept(raws: Sequence[RawTensor], dtype: str, device: Device, policy: Policy) -> Codes | Int8 | None:
     """The codes of a matrix; None where its zeros are no whole numbers."""
-    codes, scale, minimum = (np.concatenate(part) for part in zip(*map(affine, raws), strict=True))
+    codes, scale, minimum = stacked(raws)
     if policy.narrow and raws[0].dtype == "int8" and scale.shape[-1] == 1:
         return Int8(moved(codes.T, device, nz=policy.nz != "off"), moved(scale[:, 0], device))
-    bits = 4 if raws[0].dtype in FOUR_BITS else 8
+    bits = bits_of(raws[0])
     parts = centred(codes, scale, minimum, bits)
     if parts is None:
         return None
-    codes, offset = parts
-    words = moved(codes.T, device)
-    if bits == 4:
-        words = torch.ops.npu.npu_convert_weight_to_int4pack(words.int())
-    kind = DTYPES[dtype]
-    return Codes(words, moved(scale.T, device).to(kind), None if offset is None else moved(offset.T, device).to(kind),
-                 codes.shape[-1] // scale.shape[-1], bits)
+    kind, offset = DTYPES[dtype], parts[1]
+    return Codes(packed(parts[0], bits, device), moved(scale.T, device).to(kind),
+                 None if offset is None else moved(offset.T, device).to(kind), codes.shape[-1] // scale.shape[-1], bits)
+
+
+def bits_of(raw: RawTensor) -> int:
+    return 4 if raw.dtype in FOUR_BITS else 8
+
+
+def stacked(raws: Sequence[RawTensor]) -> tuple[np.ndarray, ...]:
+    """Codes, scale and minimum of matrices one below the other."""
+    return tuple(np.concatenate(part) for part in zip(*map(affine, raws), strict=True))
+
+
+def packed(codes: np.ndarray, bits: int, device: Device) -> torch.Tensor:
+    """int8 [out, in] -> as `Codes` holds them."""
+    there = moved(codes.T, device)
+    return there if bits == 8 else torch.ops.npu.npu_convert_weight_to_int4pack(there.int())
 
 
 def centred(codes: np.ndarray, scale: np.ndarray, minimum: np.ndarray,
@@ -186,18 +198,34 @@ def centred(codes: np.ndarray, scale: np.ndarray, minimum: np.ndarray,
 
 def load_experts(raws: Sequence[RawTensor], spec: WeightSpec, dtype: str, device: Device,
                  policy: Policy) -> Codes | Stacked:
-    """int8 rows as they are; everything else expanded, in NZ where that fits."""
+    """Codes where the grouped product reads them; everything else expanded, in NZ where that fits."""
     experts = by_expert(raws, spec)
-    parts = [raw for expert in experts for raw in expert]
-    if reason_to_expand(experts[0], dtype) is None and all(
-            raw.dtype == "int8" and group_of(raw) == raw.shape[-1] for raw in parts):
-        codes, scale = (np.stack(part) for part in zip(*(
-            [np.concatenate(column) for column in zip(*map(affine, expert), strict=True)][:2]
-            for expert in experts), strict=True))
-        return Codes(moved(codes.transpose(0, 2, 1), device), moved(scale[..., 0], device).to(DTYPES[dtype]), None,
-                     codes.shape[-1], 8)
+    if len(experts) > EXPERTS:
+        raise Unsupported(f"{len(experts)} experts: one grouped product has up to {EXPERTS}")
+    made = kept_experts(experts, dtype, device)
+    if made is not None:
+        return made
     values = quant.load_weight(raws, spec, dtype, device, groups=None).weight.values.transpose(1, 2).contiguous()
     return Stacked(in_nz(values) if policy.nz != "off" and fits_nz(values) else values)
+
+
+def kept_experts(experts: Sequence[Sequence[RawTensor]], dtype: str, device: Device) -> Codes | None:
+    """4-bit codes in groups, or 8-bit codes of whole rows; None for the others."""
+    if len({raw.dtype for parts in experts for raw in parts}) != 1 or any(
+            reason_to_expand(parts, dtype) is not None for parts in experts):
+        return None
+    bits, words, scales, offsets = bits_of(experts[0][0]), [], [], []
+    for codes, scale, minimum in map(stacked, experts):
+        parts = centred(codes, scale, minimum, bits)
+        if parts is None or (bits == 8 and scale.shape[-1] > 1):
+            return None
+        words.append(packed(parts[0], bits, device))
+        scales.append(scale.T)
+        offsets.append(np.zeros_like(scale.T) if parts[1] is None else parts[1].T)
+    scale, offset = (moved(np.stack(part), device).to(DTYPES[dtype]) for part in (scales, offsets))
+    whole = scale.shape[1] == 1
+    return Codes(torch.stack(words), scale[:, 0] if whole else scale, offset[:, 0] if whole else offset,
+                 experts[0][0].shape[-1] // scale.shape[1], bits)
 
 
 def moved(part: np.ndarray, device: Device, nz: bool = False) -> torch.Tensor:

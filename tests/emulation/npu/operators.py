@@ -171,6 +171,11 @@ def convert_weight_to_int4pack(weight: torch.Tensor, inner_k_tiles: int = 0) -> 
     return (parts << 4 * torch.arange(8)).sum(-1).to(torch.int32)
 
 
+def unpacked(words: torch.Tensor) -> torch.Tensor:
+    """int32 [.., n / 8] -> the 4-bit codes [.., n]."""
+    return (((words[..., None] >> 4 * torch.arange(8, dtype=torch.int32) & 15) ^ 8) - 8).flatten(-2)
+
+
 def weight_quant_batchmatmul(x: torch.Tensor, weight: torch.Tensor, antiquant_scale: torch.Tensor,
                              antiquant_offset: torch.Tensor | None = None, quant_scale: torch.Tensor | None = None,
                              quant_offset: torch.Tensor | None = None, bias: torch.Tensor | None = None,
@@ -179,8 +184,7 @@ def weight_quant_batchmatmul(x: torch.Tensor, weight: torch.Tensor, antiquant_sc
     need(x.dtype in HALVES and antiquant_scale.dtype == x.dtype, "scales are not of x's dtype")
     need(quant_scale is None and quant_offset is None, "quantized results are not emulated")
     if weight.dtype == torch.int32:
-        shifts = 4 * torch.arange(8, dtype=torch.int32)
-        weight = (((weight[..., None] >> shifts & 15) ^ 8) - 8).flatten(-2)
+        weight = unpacked(weight)
     else:
         need(weight.dtype == torch.int8, f"a weight of {weight.dtype}")
     inputs, outputs = weight.shape
@@ -268,17 +272,23 @@ def grouped_matmul(x: list[torch.Tensor], weight: list[torch.Tensor], *, antiqua
                    antiquant_offset: list[torch.Tensor] = (), group_list: torch.Tensor | None = None,
                    split_item: int = 0, group_type: int | None = None, group_list_type: int = 0,
                    **unused: Any) -> list[torch.Tensor]:
-    """One x, one weight [groups, in, out], one result; int8 weights have a scale and an offset for each output."""
+    """One x, one weight [groups, in, out], one result. Codes have scales and offsets [groups, out]; those of 4 bits,
+    eight in an int32, may have them [groups, runs of inputs, out]."""
     (rows,), (matrices,) = x, weight
     need(split_item in (2, 3) and group_type == 0 and group_list_type == 1, "only counts of rows are emulated")
     need(group_list is not None and group_list.dtype == torch.int64 and len(group_list) == len(matrices) <= 1024,
          "group_list is not int64, one for each matrix")
     need(matrices.dim() == 3 and rows.shape[1] == matrices.shape[1] and max(matrices.shape[1:]) < 65536, "shapes")
-    if matrices.dtype == torch.int8:
+    if matrices.dtype in (torch.int8, torch.int32):
         (scale,), (offset,) = antiquant_scale, antiquant_offset
-        need(scale.dtype == offset.dtype == rows.dtype in HALVES and scale.shape == offset.shape == (
-            len(matrices), matrices.shape[2]), "scales of codes")
-        dense = ((matrices + offset.float()[:, None]) * scale.float()[:, None]).to(rows.dtype)
+        codes = matrices if matrices.dtype == torch.int8 else unpacked(matrices)
+        if scale.dim() == 3:
+            need(matrices.dtype == torch.int32 and codes.shape[1] % scale.shape[1] == 0, "groups of 8-bit codes")
+        wide = [part.float().reshape(len(part), -1, part.shape[-1]) for part in (scale, offset)]
+        need(scale.dtype == offset.dtype == rows.dtype in HALVES and scale.shape == offset.shape
+             and wide[0].shape[::2] == codes.shape[::2], "scales of codes")
+        wide = [part.repeat_interleave(codes.shape[1] // part.shape[1], 1) for part in wide]
+        dense = ((codes + wide[1]) * wide[0]).to(rows.dtype)
     else:
         need(matrices.dtype == rows.dtype and not antiquant_scale, f"{rows.dtype} by {matrices.dtype}")
         dense = matrices
