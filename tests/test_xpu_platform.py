@@ -253,6 +253,14 @@ def test_a_case_is_tried_once():
     assert tried == [1, 2]
 
 
+def test_an_error_in_the_trial_is_no_refusal():
+    varlen_fwd = found()["varlen_fwd"]
+    backend = PagedAttention(lambda **given: varlen_fwd(**given, of_another_version=1))
+    q, cache = torch.zeros(3, 4, 32, dtype=torch.float16), torch.zeros(2, 2, 16, 2, 32, dtype=torch.float16)
+    with pytest.raises(RuntimeError, match="expected at most 29 argument"):
+        backend.takes(q, cache, AttentionSpec(1.0))
+
+
 def test_halves_of_one_product_are_read_where_they_lie():
     both = torch.randn(3, 16)
     assert joined(both[:, :8], both[:, 8:]).data_ptr() == both.data_ptr()

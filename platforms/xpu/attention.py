@@ -5,6 +5,7 @@ page 0, before it is taken. It does nothing with a soft cap, so such a case is n
 """
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -15,8 +16,11 @@ from torch.nn import functional as F
 from ...core.platform import AttentionSpec, Bucket
 from ..accelerator.attention import View
 
+log = logging.getLogger(__name__)
+
 DTYPES = (torch.bfloat16, torch.float16)
 WIDEST = 512     # elements of a head
+REFUSALS = ("not compiled", "nsupported", "only supports")  # what the package says of a case that it leaves out
 PAGE_STEP = 16   # tokens that a page must be a multiple of
 
 
@@ -42,7 +46,11 @@ class PagedAttention:
                 trial = torch.zeros((tokens, *q.shape[1:]), dtype=q.dtype, device=q.device)
                 self._call(trial, cache[:1], starts, counts[tokens - 1:tokens], pages, tokens, cache.shape[2], spec)
         except RuntimeError as error:
-            self.refused[spec] = str(error).strip().splitlines()[0]
+            reason = str(error).strip().splitlines()[0]
+            if not any(words in reason for words in REFUSALS):  # an error, and no matter of what was compiled
+                raise
+            self.refused[spec] = reason
+            log.warning("varlen_fwd does not take %s: %s", spec, reason)
             return False
         return True
 
