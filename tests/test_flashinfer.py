@@ -14,8 +14,9 @@ from isthmus.conformance import Case, Context, Outcome, all_cases, run_case
 from isthmus.conformance.driver import Driver
 from isthmus.conformance.ledger import Ledger
 from isthmus.conformance.oracle import placed, text
-from isthmus.core.platform import AttentionSpec
+from isthmus.core.platform import AttentionSpec, Unavailable
 from isthmus.platforms.accelerator.device import Device
+from isthmus.platforms.cuda import flashinfer_library
 from isthmus.platforms.cuda.flashinfer_attention import FlashInfer, FlashInferFirst
 from isthmus.platforms.cuda.flashinfer_library import Case as Shape
 from isthmus.platforms.cuda.flashinfer_library import Limits
@@ -40,7 +41,7 @@ def library() -> SimpleNamespace:
 @cache
 def context() -> Context:
     def make() -> Platform:
-        platform = Platform({})
+        platform = Platform({"graphs": "first"})
         platform.library = library()
         return platform
     platform = make()
@@ -65,7 +66,7 @@ def test_decode_and_prefill_are_flashinfers_and_a_decode_step_is_one_graph() -> 
     for at in range(9, 14):
         driver.logits((1, [tokens[at]]), (2, [tokens[at - 2]]))
     made = stand_in.CALLS - before
-    assert made["BatchPrefillWithPagedKVCacheWrapper.run"] >= 3 and RecordedGraph.replayed - replayed >= 4
+    assert made["BatchPrefillWithPagedKVCacheWrapper.run"] >= 3 and RecordedGraph.replayed - replayed >= 3
     # A replay runs nothing anew, and plans once for each case: with a window, and without.
     before = stand_in.CALLS.copy()
     driver.logits((1, [3]), (2, [4]))
@@ -94,6 +95,22 @@ def test_groups_that_only_matrix_units_have_go_there() -> None:
 
 def test_a_window_counts_the_query_itself() -> None:
     assert shape(window=1).arguments()["window_left"] == 0 and shape().arguments()["window_left"] == -1
+
+
+@pytest.mark.parametrize(("mode", "found", "why"), [
+    ("off", (), "turned off"), ("auto", (), "not installed"), ("auto", ("flashinfer",), "flashinfer-jit-cache"),
+    ("build", ("flashinfer",), "cannot be imported"), ("auto", ("flashinfer", "flashinfer_jit_cache"), "cannot be")])
+def test_why_it_does_not_serve(mode: str, found: tuple[str, ...], why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise OSError("libcudart.so.13")
+    monkeypatch.setattr(flashinfer_library, "find_spec", lambda name: name if name in found else None)
+    monkeypatch.setattr(flashinfer_library, "import_module", missing)
+    assert why in flashinfer_library.chosen(mode)
+
+
+def test_another_word_for_the_option_is_refused() -> None:
+    with pytest.raises(Unavailable, match="flashinfer='always': one of auto, build, off"):
+        flashinfer_library.chosen("always")
 
 
 def ask(first: FlashInferFirst, case: Shape) -> FlashInfer | None:

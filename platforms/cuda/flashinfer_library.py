@@ -13,17 +13,25 @@ from types import ModuleType
 
 import torch
 
-from ...core.platform import AttentionSpec
+from ...core.platform import AttentionSpec, Unavailable
 
-NAME = "flashinfer"
+NAME, BUILT = "flashinfer", "flashinfer_jit_cache"
+MODES = ("auto", "build", "off")  # auto: where its kernels come built
 HALVES = (torch.bfloat16, torch.float16)
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
-def installed() -> ModuleType | str:
-    """The library, or why there is none."""
+def chosen(mode: str) -> ModuleType | str:
+    """The library, or why it does not serve. mode: one of `MODES`."""
+    if mode not in MODES:
+        raise Unavailable(f"flashinfer={mode!r}: one of {', '.join(MODES)} is needed")
+    if mode == "off":
+        return "turned off by an option"
     if find_spec(NAME) is None:
         return "not installed"
+    if mode == "auto" and find_spec(BUILT) is None:
+        return ("installed without flashinfer-jit-cache, so that each kernel would be compiled at its first use, which "
+                "takes minutes: install that, or say flashinfer=build")
     try:
         return import_module(NAME)
     except Exception as error:  # whatever its start-up raises: a wrong torch, a missing compiler, a missing device

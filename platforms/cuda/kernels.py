@@ -6,14 +6,16 @@ from importlib.util import find_spec
 from ..accelerator.device import Device
 from ..accelerator.kernels import Kernels
 from .flashinfer_attention import FlashInferFirst
-from .flashinfer_library import installed
+from .flashinfer_library import chosen
 
 FP8_UNITS = ("sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "sm_121")
 
 
-def make_kernels(device: Device, narrow: bool) -> Kernels:
-    """The kernels for this device. narrow: activations of 8-bit weights may be quantized."""
-    kernels, library = shared_kernels(device, narrow), installed()
+def make_kernels(device: Device, narrow: bool, flashinfer: str = "auto") -> Kernels:
+    """The kernels for this device. narrow: activations of 8-bit weights may be quantized. flashinfer: "auto", "build"
+    or "off"; raises `Unavailable` for another word."""
+    library = chosen(flashinfer)
+    kernels = shared_kernels(device, narrow)
     if isinstance(library, str):
         kernels.notes["FlashInfer"] = library
     else:

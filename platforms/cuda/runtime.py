@@ -23,7 +23,7 @@ class CudaPlatform(AcceleratorPlatform):
     """One rank on one NVIDIA GPU of compute capability 8.0 or later."""
 
     name = "cuda"
-    options_known = (*AcceleratorPlatform.options_known, "activations")
+    options_known = (*AcceleratorPlatform.options_known, "activations", "flashinfer")
     kv_dtypes = ("bf16", "f16", "f32", "f8_e4m3", "f8_e5m2")
 
     def claim(self, rank: int, world: int) -> Device:
@@ -53,4 +53,4 @@ class CudaPlatform(AcceleratorPlatform):
         return cuda_graphs(device)
 
     def kernels(self, device: Device) -> Kernels:
-        return make_kernels(device, self.options.get("activations") == "8bit")
+        return make_kernels(device, self.options.get("activations") == "8bit", self.options.get("flashinfer", "auto"))

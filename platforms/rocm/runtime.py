@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import torch
 
+from ..accelerator.base import AcceleratorPlatform
 from ..accelerator.device import Device
 from ..accelerator.kernels import Kernels
 from ..cuda.runtime import CudaPlatform
@@ -16,6 +17,7 @@ class RocmPlatform(CudaPlatform):
     """One rank on one AMD GPU (CDNA 2 or later, RDNA 3 or later)."""
 
     name = "rocm"
+    options_known = (*AcceleratorPlatform.options_known, "activations")
 
     def check(self, capability: tuple[int, int]) -> None:
         """torch was built for the architectures that it lists; all of those compute in bf16."""

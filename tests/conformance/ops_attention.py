@@ -221,6 +221,6 @@ def kv_cases(dtype: str, kv: str) -> Iterator[OpCase]:
     yield case(f"copied_pages,kv_{kv}", Shape(4, 2, 32, 16, kv=kv), dtype, move=copied, nmse=nmse)
     yield case(f"exported_pages,kv_{kv}", Shape(4, 2, 32, 4, kv=kv), dtype, move=exported, nmse=nmse,
                features=("export_pages",))
-    if kv in SMALL:
+    if kv in SMALL and not (dtype == "f16" and 2 * SMALL[kv][2] > 65504):  # a difference of two layers must fit
         size = SMALL[kv][2] / 3
         yield case(f"beyond_range,kv_{kv}", Shape(4, 2, 32, 16, kv=kv, size=size), dtype, factor=1 / size, nmse=nmse)
