@@ -13,4 +13,5 @@ class Platform(Emulated, NpuPlatform):
     __doc__ = NpuPlatform.__doc__
     interface_version = 1
     name = "npu_emulated"
+    default_graphs = "first"
     arch_name = "Ascend910B3"
