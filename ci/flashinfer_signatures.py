@@ -47,10 +47,11 @@ def read_table() -> dict[str, Any]:
     return json.loads(TABLE.read_text("utf-8"))
 
 
-def write_table(version: str, signatures: dict[str, Parameters]) -> None:
+def write_table(version: str, signatures: dict[str, Parameters], wrappers: dict[str, int]) -> None:
+    """wrappers: what the real ones took, see `run_steps`."""
     today = datetime.date.today().isoformat()
     lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(part)}" for name, part in signatures.items())
-    head = json.dumps({"library": "flashinfer-python", "version": version, "date": today}, indent=1)
+    head = json.dumps({"library": "flashinfer-python", "version": version, "date": today, "wrappers": wrappers}, indent=1)
     TABLE.write_text(head.removesuffix("\n}") + ',\n "signatures": {\n' + lines + "\n }\n}\n", "utf-8")
 
 
@@ -130,17 +131,18 @@ def main() -> int:
     given = parser.parse_args()
     import flashinfer
     found = of_library(flashinfer)
+    modules = Modules()
+    with without_a_device(modules):
+        cases = run_steps(flashinfer)
     if given.record:
-        write_table(flashinfer.__version__, found)
+        taken = {"cases": cases, "plans": modules.planned, "runs": modules.ran}
+        write_table(flashinfer.__version__, found, taken)
     expected = read_table()
     changed = sorted(name for name in found.keys() | expected["signatures"].keys()
                      if found.get(name) != expected["signatures"].get(name))
     if changed:
         print(f"other signatures in {flashinfer.__version__} than {expected['version']}: {', '.join(changed)}")
         return 1
-    modules = Modules()
-    with without_a_device(modules):
-        cases = run_steps(flashinfer)
     print(f"flashinfer {flashinfer.__version__}: {len(found)} signatures as recorded; its wrappers took {cases} cases, "
           f"{modules.planned} plans and {modules.ran} runs, to the door of the compiled modules")
     return 0 if modules.ran >= 4 * cases else 1

@@ -81,6 +81,22 @@ def test_the_limits_of_all_steps_are_below_eight_minutes(check, tmp_path):
     assert tuple(step.name for step in steps) == STEPS and sum(step.limit for step in steps) <= 470
 
 
+def test_goals_are_judged_by_the_worst_figure(check):
+    from goals import verdicts
+    decode = {"rows": 16, "context": 32768, "kv": "bfloat16"}
+    rows = {"attention": [decode | {"by": "A", "of bandwidth": 0.7}, decode | {"by": "B", "of bandwidth": 0.9},
+                          decode | {"by": "torch SDPA, contiguous", "of bandwidth": 0.95}],
+            "llama": [{"what": "prefill", "rows": 1, "tokens": 512, "floor": "products", "times floor": 3.0},
+                      {"what": "prefill", "rows": 16, "tokens": 512, "floor": "products", "times floor": 1.3},
+                      {"what": "decode", "graphs": True, "times floor": 1.2},
+                      {"what": "decode", "graphs": False, "times floor": 4.0}],
+            "qwen": [{"what": "decode", "graphs": True, "times floor": 1.4}, {"rows": 1, "error": "no memory"}],
+            "linears": [{"tokens": 1, "format": "q4_0", "of bandwidth": 0.9}, {"tokens": 1, "format": "bf16"},
+                        {"format": "fp8", "error": "none"}]}
+    assert [(row["worst"], row["verdict"]) for row in verdicts(rows)] == [
+        (0.9, "met"), (0.769, "not met"), (1.4, "not met"), (1.111, "met"), (None, "not measured")]
+
+
 def test_the_files_are_short():
     assert all(len(path.read_text().splitlines()) < 300 for path in FOLDER.glob("*.py"))
 

@@ -20,6 +20,7 @@ from isthmus.platforms.cuda import flashinfer_library
 from isthmus.platforms.cuda.flashinfer_attention import FlashInfer, FlashInferFirst
 from isthmus.platforms.cuda.flashinfer_library import Case as Shape
 from isthmus.platforms.cuda.flashinfer_library import Limits
+from isthmus.platforms.cuda.kernels import make_kernels
 
 from .emulation.cuda_flashinfer import library as stand_in
 from .emulation.cuda_flashinfer.platform import Platform
@@ -106,6 +107,20 @@ def test_why_it_does_not_serve(mode: str, found: tuple[str, ...], why: str, monk
     monkeypatch.setattr(flashinfer_library, "find_spec", lambda name: name if name in found else None)
     monkeypatch.setattr(flashinfer_library, "import_module", missing)
     assert why in flashinfer_library.chosen(mode)
+
+
+def test_it_comes_first_in_what_the_platform_computes_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flashinfer_library, "find_spec", lambda name: name)
+    monkeypatch.setattr(flashinfer_library, "import_module", lambda name: library())
+    device = Device(torch.device("cpu"))
+    kernels = make_kernels(device, narrow=False)
+    below = kernels.backends[0].name
+    assert kernels.describe()["attention"] == f"FlashInfer {TABLE['version']}, else {below}"
+    q, cache, spec = torch.zeros(1, 4, 64).bfloat16(), torch.zeros(2, 2, 16, 2, 64).bfloat16(), AttentionSpec(0.1)
+    assert isinstance(kernels.backend(q, cache, spec), FlashInfer)
+    assert kernels.backend(q.float(), cache.float(), spec).name == below
+    off = make_kernels(device, narrow=False, flashinfer="off")
+    assert off.describe()["FlashInfer"] == "turned off by an option" and off.backend(q, cache, spec).name == below
 
 
 def test_another_word_for_the_option_is_refused() -> None:

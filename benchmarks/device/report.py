@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from goals import verdicts
+
 TITLES = {
     "facts": "Versions and device", "ceilings": "Measured ceilings", "attention": "Attention", "linears": "Products",
     "llama": "Llama-3-8B-shaped model", "qwen": "Qwen3-30B-A3B-shaped model", "engine": "Engine",
@@ -61,12 +63,14 @@ def conformance(found: dict[str, Any]) -> list[str]:
 def write_report(folder: Path, platform: str, tiny: bool, names: Sequence[str], status: dict[str, Any]) -> None:
     """report.json and report.md, of the steps that have come so far."""
     results = {name: read(folder, name) for name in names if name in status}
-    whole = {"platform": platform, "emulated": tiny, "steps": status, "results": results}
+    goals = verdicts({name: found.get("rows", ()) for name, found in results.items()})
+    whole = {"platform": platform, "emulated": tiny, "steps": status, "goals": goals, "results": results}
     (folder / "report.json").write_text(json.dumps(whole, indent=1, ensure_ascii=False) + "\n", "utf-8")
     lines = [f"# Device check: {platform}", "", *([EMULATED] if tiny else [])]
     lines += ["| step | outcome | seconds | date |", "|---|---|---|---|"]
     lines += [f"| {name} | {status[name]['outcome']} | {status[name]['seconds']} | {status[name]['date']} |"
               if name in status else f"| {name} | not run | | |" for name in names]
+    lines += ["", "## Goals, set for an H200", "", *tables(goals)]
     for name, found in results.items():
         lines += ["", f"## {TITLES[name]}", ""]
         lines += conformance(found) if name == "conformance" else tables(found.get("rows", []))
