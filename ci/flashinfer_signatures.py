@@ -51,7 +51,8 @@ def write_table(version: str, signatures: dict[str, Parameters], wrappers: dict[
     """wrappers: what the real ones took, see `run_steps`."""
     today = datetime.date.today().isoformat()
     lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(part)}" for name, part in signatures.items())
-    head = json.dumps({"library": "flashinfer-python", "version": version, "date": today, "wrappers": wrappers}, indent=1)
+    about = {"library": "flashinfer-python", "version": version, "date": today, "wrappers": wrappers}
+    head = json.dumps(about, indent=1)
     TABLE.write_text(head.removesuffix("\n}") + ',\n "signatures": {\n' + lines + "\n }\n}\n", "utf-8")
 
 
