@@ -16,7 +16,8 @@ import pytest
 COST = 150  # seconds, 5 of them without the slow test
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT, FOLDER = ROOT / "ci" / "device_check.sh", ROOT / "benchmarks" / "device"
-STEPS = ("facts", "ceilings", "attention", "linears", "llama", "qwen", "engine", "conformance", "kernels")
+STEPS = ("facts", "ceilings", "attention", "linears", "llama", "qwen", "engine", "conformance", "kernels_attention",
+         "kernels_products", "kernels_others")
 
 
 @pytest.fixture
@@ -78,7 +79,21 @@ def test_a_step_that_ignores_the_interrupt_is_ended(check, monkeypatch, tmp_path
 
 def test_the_limits_of_all_steps_are_below_eight_minutes(check, tmp_path):
     steps = check.steps("cuda", tmp_path, False)
-    assert tuple(step.name for step in steps) == STEPS and sum(step.limit for step in steps) <= 470
+    assert tuple(step.name for step in steps) == STEPS
+    assert sum(max(step.limit for step in group) for group in check.together(steps)) <= 470
+    tests = sorted(word for step in steps for word in step.command if word.startswith("tests/triton/"))
+    assert tests == sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests" / "triton").glob("test_*.py"))
+
+
+def test_steps_beside_each_other_run_at_the_same_time(check, monkeypatch, tmp_path):
+    """Each waits for the other's file."""
+    scripts = [f"import pathlib, time; pathlib.Path({str(tmp_path)!r}, '{a}').touch()\n"
+               f"while not pathlib.Path({str(tmp_path)!r}, '{b}').exists(): time.sleep(0.01)" for a, b in ("xy", "yx")]
+    monkeypatch.setattr(check, "steps", lambda *_: [
+        check.Step(f"s{at}", 30, (sys.executable, "-c", script), results=False, beside=bool(at))
+        for at, script in enumerate(scripts)])
+    monkeypatch.setattr(sys.modules["report"], "TITLES", {"s0": "", "s1": ""})
+    assert check.main(["cuda", f"--folder={tmp_path}"]) == 0
 
 
 def test_goals_are_judged_by_the_worst_figure(check):
@@ -112,7 +127,7 @@ def test_every_step_runs_on_the_emulated_platform(platform: str, tmp_path: Path)
     logs = {path.name: path.read_text()[-800:] for path in tmp_path.glob("*.log")}
     assert done.returncode == 0, (done.stdout + done.stderr, logs)
     report = json.loads((tmp_path / "report.json").read_text())
-    assert report["emulated"] and tuple(report["results"]) == STEPS
+    assert report["emulated"] and tuple(report["results"]) == (*STEPS[:-3], STEPS[-1])
     rows = {name: found.get("rows", []) for name, found in report["results"].items()}
     errors = [row for found in rows.values() for row in found if "error" in row]
     assert [row for row in errors if "not installed" not in row["error"]] == []

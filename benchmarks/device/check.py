@@ -1,4 +1,5 @@
-"""The steps of ci/device_check.sh, one after the other, each in a process of its own with a limit of time.
+"""The steps of ci/device_check.sh, each in a process of its own with a limit of time: what is timed runs alone, what is
+only right or wrong at the same time, since it is compilers that this waits for.
 
 A step's results are FOLDER/STEP.json, what it printed FOLDER/STEP.log. A step that ended well is not done again while
 they lie there; one that fails, or is ended at its limit, leaves what it had, and the rest go on. FOLDER/report.md and
@@ -13,6 +14,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,6 +26,7 @@ from report import write_report
 ROOT = Path(__file__).resolve().parent.parent.parent
 HERE = Path(__file__).resolve().parent
 STATUS = "steps.json"
+TOGETHER = 175       # seconds for what is not timed
 NOTHING_TO_TEST = 5  # pytest's exit status, where Triton is not installed
 GRACE = 10  # seconds that an interrupted step has to write what it has
 TINY_CASES = ("attention[mha,4/4x16,page16,f32]", "linear[f32*")  # of a run that only shows that this works
@@ -31,7 +35,7 @@ TINY_CASES = ("attention[mha,4/4x16,page16,f32]", "linear[f32*")  # of a run tha
 @dataclass(frozen=True)
 class Step:
     """limit: seconds. results: whether the command writes STEP.json itself; else it is made of the exit status.
-    fine: exit statuses of a step that ended well."""
+    fine: exit statuses of a step that ended well. beside: it runs at the same time as the one before it."""
 
     name: str
     limit: int
@@ -39,10 +43,11 @@ class Step:
     environment: tuple[tuple[str, str], ...] = ()
     results: bool = True
     fine: tuple[int, ...] = (0,)
+    beside: bool = False
 
 
 def steps(platform: str, folder: Path, tiny: bool) -> list[Step]:
-    """In the order of their worth, should time run out; the sum of the limits is below eight minutes."""
+    """In the order of their worth, should time run out; all together take less than eight minutes."""
     def ours(name: str, limit: int, *before: str, script: str = "") -> Step:
         return Step(name, limit, (sys.executable, str(HERE / f"{script or name}.py"), *before, platform, "--json",
                                   str(folder / f"{name}.json"), "--results", str(folder),
@@ -51,14 +56,38 @@ def steps(platform: str, folder: Path, tiny: bool) -> list[Step]:
     conformance = (sys.executable, "-m", "isthmus.core.cli.main", "conformance",
                    f"--platform={'cpu' if tiny else platform}", f"--json={folder / 'conformance.json'}",
                    *(f"--only={case}" for case in (TINY_CASES if tiny else ())))
-    tests = ("tests/triton/test_interpreter.py",) if tiny else ("tests/triton", "-m", "slow or not slow")
+    pytest = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider")
+    compiled = () if tiny else (("TRITON_INTERPRET", "0"),)
+    slow = () if tiny else ("-m", "slow or not slow")
+    kernels = [Step(f"kernels_{name}", TOGETHER, (*pytest, *files, *slow), compiled, results=False,
+                    fine=(0, NOTHING_TO_TEST), beside=True) for name, files in shards(tiny).items()]
     return [
         ours("facts", 20), ours("ceilings", 25), ours("attention", 45), ours("linears", 35),
         ours("llama", 55, "llama", script="models"), ours("qwen", 60, "qwen", script="models"), ours("engine", 55),
-        Step("conformance", 115, conformance),
-        Step("kernels", 60, (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests),
-             (() if tiny else (("TRITON_INTERPRET", "0"),)), results=False,
-             fine=(0, NOTHING_TO_TEST))]
+        Step("conformance", TOGETHER, conformance), *kernels]
+
+
+def shards(tiny: bool) -> dict[str, list[str]]:
+    """The kernels' tests in three parts."""
+    files = [str(path.relative_to(ROOT)) for path in sorted((ROOT / "tests" / "triton").glob("test_*.py"))]
+    if tiny:
+        return {"others": [name for name in files if name.endswith("test_interpreter.py")]}
+    parts: dict[str, list[str]] = {"attention": [], "products": [], "others": []}
+    for name in files:
+        kind = "attention" if "attention" in name else "products" if "linear" in name or "moe" in name else "others"
+        parts[kind].append(name)
+    return parts
+
+
+def together(todo: Sequence[Step]) -> list[list[Step]]:
+    """Groups of steps that run at the same time."""
+    groups: list[list[Step]] = []
+    for step in todo:
+        if step.beside and groups:
+            groups[-1].append(step)
+        else:
+            groups.append([step])
+    return groups
 
 
 def run_step(step: Step, folder: Path, limit: float) -> dict[str, Any]:
@@ -98,6 +127,20 @@ def read_status(folder: Path) -> dict[str, Any]:
     return json.loads(path.read_text("utf-8")) if path.is_file() else {}
 
 
+def wanted(step: Step, named: Sequence[str], status: dict[str, Any], left: float) -> bool:
+    """Whether it is to be run now; says why not, or for how long at most."""
+    if named and step.name not in named:
+        return False
+    if not named and status.get(step.name, {}).get("outcome") == "done":
+        print(f"{step.name}: done before")
+        return False
+    if left < GRACE:
+        print(f"{step.name}: no time left; run it again to go on from here")
+        return False
+    print(f"{step.name}: at most {min(step.limit, left):.0f} s", flush=True)
+    return True
+
+
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("platform", nargs="?", default="cuda", choices=("cuda", "rocm", "xpu", "npu"))
@@ -112,19 +155,14 @@ def main(argv: list[str]) -> int:
     if unknown := set(given.step) - {step.name for step in todo}:
         parser.error(f"there is no step {', '.join(sorted(unknown))}; there are: {', '.join(s.name for s in todo)}")
     status = read_status(folder)
-    for step in todo:
-        if given.step and step.name not in given.step:
-            continue
-        if not given.step and status.get(step.name, {}).get("outcome") == "done":
-            print(f"{step.name}: done before")
-            continue
+    for group in together(todo):
         left = ends - time.monotonic() - GRACE
-        if left < GRACE:
-            print(f"{step.name}: no time left; run it again to go on from here")
-            continue
-        print(f"{step.name}: at most {min(step.limit, left):.0f} s", end="", flush=True)
-        status[step.name] = run_step(step, folder, min(step.limit, left))
-        print(f", {status[step.name]['outcome']} in {status[step.name]['seconds']} s", flush=True)
+        chosen = [step for step in group if wanted(step, given.step, status, left)]
+        with ThreadPoolExecutor(len(group)) as pool:
+            done = pool.map(lambda step, left=left: run_step(step, folder, min(step.limit, left)), chosen)
+            for step, found in zip(chosen, done, strict=True):
+                status[step.name] = found
+                print(f"{step.name}: {found['outcome']} in {found['seconds']} s", flush=True)
         (folder / STATUS).write_text(json.dumps(status, indent=1) + "\n", "utf-8")
         write_report(folder, given.platform, given.device == "cpu", [s.name for s in todo], status)
     print(f"see {folder / 'report.md'}")

@@ -11,7 +11,9 @@ from goals import verdicts
 TITLES = {
     "facts": "Versions and device", "ceilings": "Measured ceilings", "attention": "Attention", "linears": "Products",
     "llama": "Llama-3-8B-shaped model", "qwen": "Qwen3-30B-A3B-shaped model", "engine": "Engine",
-    "conformance": "Conformance", "kernels": "The kernels' own tests, compiled"}
+    "conformance": "Conformance", "kernels_attention": "The kernels' own tests, compiled: attention",
+    "kernels_products": "The kernels' own tests, compiled: products",
+    "kernels_others": "The kernels' own tests, compiled: the others"}
 EMULATED = ("**Emulated on the host's processor, with tiny sizes: this shows that the scripts run. No number here says "
             "anything of a device.**\n")
 
