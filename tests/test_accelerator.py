@@ -2,6 +2,8 @@
 that the recorder refuses what a device would."""
 from __future__ import annotations
 
+import gc
+import weakref
 from functools import cache
 
 import numpy as np
@@ -70,6 +72,19 @@ def test_a_graph_is_not_replayed_on_another_state() -> None:
         np.testing.assert_array_equal(got, want)
 
 
+def test_graphs_do_not_keep_a_state_that_is_no_more() -> None:
+    platform = ComposedPlatform({"graphs": "first"})
+    model = placed(Context(platform, platform.probe(), make=None), "llama", "f32")
+    driver, tokens = Driver(model), text(9, 0, "given up")
+    for token in tokens:
+        driver.logits((1, [token]))
+    cache, spec = weakref.ref(driver.state.caches[0]), driver.spec
+    driver.state = None
+    platform.alloc(spec, 8)
+    gc.collect()
+    assert cache() is None
+
+
 @pytest.mark.parametrize("name, call", {
     "a value on the host": lambda x: x.sum().item(), "a branch": lambda x: bool((x > 0).any()),
     "a mask": lambda x: x[x > 0], "places": lambda x: x.nonzero(), "a list": lambda x: x.tolist(),
@@ -103,7 +118,7 @@ def test_a_step_that_cannot_be_captured_stays_eager() -> None:
 
 
 def test_options_are_checked() -> None:
-    with pytest.raises(Unavailable, match="graphs='sometimes': one of background, first, off"):
+    with pytest.raises(Unavailable, match="graphs='sometimes': one of background, first, second, off"):
         ComposedPlatform({"graphs": "sometimes"}).probe()
     with pytest.raises(Unavailable, match="did you mean graphs"):
         ComposedPlatform({"graph": "off"}).probe()

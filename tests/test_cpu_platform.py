@@ -37,14 +37,12 @@ def relative(got: np.ndarray, expected: np.ndarray) -> float:
     return float(np.linalg.norm(got - expected) / np.linalg.norm(expected))
 
 
-def test_options_and_ranks_are_refused_with_the_way_out():
+def test_options_are_refused_with_the_way_out():
     with pytest.raises(Unavailable, match="no option speed; it has threads"):
         Platform({"speed": "9"}).probe()
     for bad in ("0", "-1", "many", "1025"):
         with pytest.raises(Unavailable, match="from 1 to 1024"):
             Platform({"threads": bad}).probe()
-    with pytest.raises(Unavailable, match="4 ranks"):
-        Platform({}).probe(rank=1, world=4)
     with pytest.raises(Unavailable, match="probe"):
         Platform({}).compile(lambda ops, weights, batch: None, {}, None)
 

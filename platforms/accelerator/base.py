@@ -45,7 +45,8 @@ MODES = ("background", "first", "second", "off")
 
 class AcceleratorPlatform:
     """One rank on one device. Options: `graphs`, when steps are captured: in the "background" while they are launched
-    eagerly (the default), by a bucket's "first" or "second" launch, or "off". `traces` counts the captures."""
+    eagerly (the default), by a bucket's "first" or "second" launch, or "off". `traces` counts the steps that were
+    captured or are to be."""
 
     interface_version = INTERFACE_VERSION
     name = ""
@@ -121,6 +122,8 @@ class AcceleratorPlatform:
         runtime = self._ready()
         if self._world > 1 and runtime.reduce is None:
             runtime.reduce = join(self.collective, self._rank, self._world)
+        for step in runtime.steps:
+            step.forget()
         runtime.device.give_back()
         return State.allocate(spec, pages, runtime.device)
 

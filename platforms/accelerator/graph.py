@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
+from weakref import ref
 
 import numpy as np
 import torch
@@ -89,9 +90,10 @@ class Pieces:
 
 @dataclass
 class Captured:
-    """A step that can be replayed: what it reads, and what it leaves in `output` and `inputs`."""
+    """A step that can be replayed: what it reads, and what it leaves in `output` and `inputs`. It holds for one state,
+    and does not keep that alive."""
 
-    state: State
+    state: ref[State]
     buffer: torch.Tensor
     view: View
     pieces: Pieces
@@ -140,11 +142,11 @@ def capture(make: Callable[[], Graph], device: Device, run: Callable[[View, Any]
         except BaseException:
             pieces.give_up()
             raise
-    return Captured(state, buffer, view, pieces, output, inputs, whole or ())
+    return Captured(ref(state), buffer, view, pieces, output, inputs, whole or ())
 
 
 def fits(captured: Captured | None, state: State, fed_bytes: int) -> bool:
-    return captured is not None and captured.state is state and len(captured.buffer) == fed_bytes
+    return captured is not None and captured.state() is state and len(captured.buffer) == fed_bytes
 
 
 def reason_against_graph(bucket: Bucket | None, decode: bool) -> str | None:

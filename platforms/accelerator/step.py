@@ -4,8 +4,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakSet, ref
 
 import numpy as np
 import torch
@@ -30,7 +31,8 @@ class Runtime:
     """What the steps of a platform share.
 
     graph: makes graphs, or says why there are none. background: where graphs are captured; None = at once, by the step
-    that would need one. captured: told of each capture. launches: how many of a bucket before it is captured.
+    that would need one. captured: told of each step that a graph is made of, or will be. launches: how many of a
+    bucket before it is captured.
     reduce: sum over the ranks.
     """
 
@@ -42,6 +44,7 @@ class Runtime:
     captured: Callable[[], None]
     launches: int = 1
     reduce: Callable[[torch.Tensor], torch.Tensor] | None = None
+    steps: WeakSet[Step] = field(default_factory=WeakSet)
 
 
 class Launched:
@@ -76,8 +79,12 @@ class Step:
         self.wanted: dict[bool, dict[str, Backend]] = {True: {}, False: {}}  # arrays, by whether every row is a decode
         self.used: set[Backend] = set()
         self.graphs: dict[bool, Captured] = {}      # by whether every row is a decode
-        self.launched = 0
-        self.settled: dict[bool, State] = {}        # captured, being captured or given up, for this state
+        self.launches: dict[bool, tuple[ref[State], int]] = {}  # of a state, until it is captured or given up
+        runtime.steps.add(self)
+
+    def forget(self) -> None:
+        """Let graphs of states go that are no more, and the memory that they read."""
+        self.graphs = {kind: graph for kind, graph in self.graphs.items() if graph.state() is not None}
 
     def __call__(self, state: State, batch: Batch) -> tuple[Launched, State]:
         launched = Launched(self.runtime.device)
@@ -146,15 +153,16 @@ class Step:
 
     def _consider(self, state: State, decode: bool) -> None:
         """Have a graph captured, once for a state, now or in the background."""
-        if self.settled.get(decode) is state:
-            return
-        self.launched += 1
-        if self.launched < self.runtime.launches:
-            return
-        self.settled[decode] = state
-        self.graphs.pop(decode, None)
+        before, launches = self.launches.get(decode, (None, 0))
+        launches = launches + 1 if before is not None and before() is state else 1
+        self.launches[decode] = ref(state), launches
         if isinstance(self.runtime.graph, str) or reason_against_graph(self.bucket, decode):
             return
+        if launches == 1:
+            self.runtime.captured()
+        if launches != self.runtime.launches:
+            return
+        self.graphs.pop(decode, None)
         if self.runtime.background is None:
             self._capture(state, decode)
         else:
@@ -173,6 +181,5 @@ class Step:
                 runtime.device.wait()
             self.graphs[decode] = capture(runtime.graph, runtime.device, lambda v, p: self._run(state, v, p), state,
                                           view, buffer, whole)
-            runtime.captured()
         except Exception as error:  # eager serves; a graph is a gain, not a need
             log.warning("no graph for %s: %s", bucket, error)
