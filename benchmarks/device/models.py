@@ -49,9 +49,9 @@ class Sizes:
         return tokens * (self.rest + self.layers * self.expert * self.top_k) + sampled * self.head
 
 
-def timed_steps(place: Place, model: LoadedModel, made: Batch, bucket: Bucket | None) -> tuple[float, float]:
-    """Median seconds from one step's result to the next's, each launched before the one before it is collected; and the
-    seconds of the first step, with all that is built in it."""
+def timed_steps(place: Place, model: LoadedModel, made: Batch, bucket: Bucket | None) -> dict[str, Any]:
+    """"ms", the median from one step's result to the next's, each launched before the one before it is collected;
+    "first ms", of the first step with all that is built in it; and whether the steps came from a graph."""
     gc.collect()  # the memory of the step before
     spec = StateSpec(model.state_layers, "bf16", place.manifest.page_sizes[0], len(made.seqs) + 1)
     state = place.platform.alloc(spec, pages_of(made))
@@ -71,7 +71,7 @@ def timed_steps(place: Place, model: LoadedModel, made: Batch, bucket: Bucket | 
         times.append(time.perf_counter() - began)
         began, out = time.perf_counter(), following
     out.collect()
-    return statistics.median(times), first
+    return {"ms": figure(1e3 * statistics.median(times)), "first ms": round(1e3 * first), "captured": bool(step.graphs)}
 
 
 def measure(place: Place, ceilings: dict[str, Any], model: LoadedModel, sizes: Sizes, rows: int, tokens: int,
@@ -85,10 +85,9 @@ def measure(place: Place, ceilings: dict[str, Any], model: LoadedModel, sizes: S
         bucket = None  # of any size, and so launched
     row = {"what": "decode" if tokens == 1 else "prefill", "rows": rows, "tokens": tokens, "context": context,
            "graphs": graphs}
-    captures = place.platform.traces
-    seconds, first = timed_steps(place, model, made, bucket)
-    row |= {"ms": figure(1e3 * seconds), "tokens/s": figure(rows * tokens / seconds),
-            "first ms": round(1e3 * first), "captured": place.platform.traces > captures}
+    row |= timed_steps(place, model, made, bucket)
+    seconds = row["ms"] / 1e3
+    row["tokens/s"] = figure(rows * tokens / seconds)
     floors = {}
     if (rate := bytes_a_second(ceilings)) is not None:
         kept = rows * (context if tokens == 1 else 0) * sizes.kv
