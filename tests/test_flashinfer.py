@@ -8,6 +8,7 @@ from functools import cache
 from types import SimpleNamespace
 
 import flashinfer_signatures
+import numpy as np
 import pytest
 import torch
 from isthmus.conformance import Case, Context, Outcome, all_cases, run_case
@@ -15,6 +16,7 @@ from isthmus.conformance.driver import Driver
 from isthmus.conformance.ledger import Ledger
 from isthmus.conformance.oracle import placed, text
 from isthmus.core.platform import AttentionSpec, Unavailable
+from isthmus.platforms.accelerator.attention import View
 from isthmus.platforms.accelerator.device import Device
 from isthmus.platforms.cuda import flashinfer_library
 from isthmus.platforms.cuda.flashinfer_attention import FlashInfer, FlashInferFirst
@@ -73,6 +75,25 @@ def test_decode_and_prefill_are_flashinfers_and_a_decode_step_is_one_graph() -> 
     driver.logits((1, [3]), (2, [4]))
     assert stand_in.CALLS - before == {"BatchDecodeWithPagedKVCacheWrapper.plan": 2}
     assert "FlashInfer" in context().manifest.details["attention"]
+
+
+def decoded(tokens: list[int]) -> np.ndarray:
+    """Logits of a decode step by step, over three pages: the first two launches, then replays."""
+    driver = Driver(placed(context(), "llama", "f32"))
+    driver.logits((1, tokens[:5]))
+    return np.concatenate([driver.logits((1, [token]))[0] for token in tokens[5:]])
+
+
+def test_a_replay_without_a_plan_of_its_own_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens, prepare = text(20, 0, "stale"), FlashInfer.prepare
+    right = decoded(tokens)
+    np.testing.assert_array_equal(decoded(tokens), right)
+
+    def once(self: FlashInfer, view: View) -> None:
+        if view not in self.graphs:
+            prepare(self, view)
+    monkeypatch.setattr(FlashInfer, "prepare", once)
+    assert not np.allclose(decoded(tokens), right)
 
 
 def shape(heads: int = 8, kv_heads: int = 2, dim: int = 128, page_size: int = 16, dtype: torch.dtype = torch.bfloat16,
