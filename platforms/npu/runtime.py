@@ -45,6 +45,7 @@ class NpuPlatform(AcceleratorPlatform):
     of "quantized" products and experts, "all" or "off"."""
 
     name = "npu"
+    collective = "hccl"
     options_known = (*AcceleratorPlatform.options_known, *CHOICES)
     page_sizes = (128, 64, 32, 16)
 
@@ -52,9 +53,6 @@ class NpuPlatform(AcceleratorPlatform):
         for name, known in CHOICES.items():
             if self.options.get(name, known[0]) not in known:
                 raise Unavailable(f"{name}={self.options[name]!r}: one of {', '.join(known)} is needed")
-        if world != 1:
-            raise Unavailable(f"--platform=npu runs on one NPU for now, without HCCL; {world} ranks were asked for: "
-                              "--tensor-parallel-size 1")
         return super().probe(rank, world)
 
     def claim(self, rank: int, world: int) -> Device:
