@@ -15,7 +15,7 @@ _active = threading.local()
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **meta: Any) -> None:
-    """Start `kernel` on a grid of one to three axes, or have this thread's recorder do so. An empty grid starts nothing.
+    """Start `kernel` on a grid of one to three axes, or let this thread's recorder do so. An empty grid starts none.
 
     meta: the kernel's compile-time constants, and num_warps and num_stages where its defaults are not wanted.
     """
