@@ -35,9 +35,11 @@ class Shape:
 
 
 def growth(page: int) -> dict[int, tuple[int, int, int]]:
-    """Sequence slot -> new tokens in each of the three launches. 2 and 6 are bystanders."""
-    return {1: (2 * page, 1, 1),                        # its decode token opens a page
-            2: (3 * page - 1, 0, 1),                    # its last token fills a page
+    """Sequence slot -> new tokens in each of the three launches. 2 and 6 are bystanders. Of large pages fewer, so that a
+    launch is no more than platforms take in a step."""
+    large = page > 64
+    return {1: ((1 if large else 2) * page, 1, 1),      # its decode token opens a page
+            2: ((1 if large else 3) * page - 1, 0, 1),  # its last token fills a page
             3: (page + 1, 1, 1),
             4: (page // 2 + 1, page + 2, 1),            # a prompt in two chunks
             5: (0, 3, 1),                               # a prompt that comes later
