@@ -35,8 +35,8 @@ class Shape:
 
 
 def growth(page: int) -> dict[int, tuple[int, int, int]]:
-    """Sequence slot -> new tokens in each of the three launches. 2 and 6 are bystanders. Of large pages fewer, so that a
-    launch is no more than platforms take in a step."""
+    """Sequence slot -> new tokens in each of the three launches. 2 and 6 are bystanders. Of large pages fewer, so that
+    a launch is no more than platforms take in a step."""
     large = page > 64
     return {1: ((1 if large else 2) * page, 1, 1),      # its decode token opens a page
             2: ((1 if large else 3) * page - 1, 0, 1),  # its last token fills a page
