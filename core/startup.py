@@ -17,7 +17,6 @@ from .errors import CheckpointError, ConfigError
 from .models.config import ModelConfig
 from .models.loader import LoadedModel, load_model, read_config
 from .platform import Manifest
-from .processes.ranks import Ranks
 from .specs import StateSpec
 from .weights.checkpoint import open_checkpoint
 from .weights.sources import recommended_sampling, resolve_model
@@ -118,6 +117,7 @@ def claim_platform(config: Config, platform: Any = None) -> tuple[Any, Manifest,
     world = config.parallel.tensor_parallel_size
     manifest = probe(name, platform, 0, world)
     if manifest.local_ranks == 1 < world:
+        from .processes.ranks import Ranks
         platform = Ranks(platform, config, world)
     elif manifest.local_ranks != world:
         raise ConfigError(f"--tensor-parallel-size {world}: {manifest.name} runs {manifest.local_ranks} ranks")
