@@ -213,7 +213,10 @@ def test_an_engine_that_finishes_no_step_is_unhealthy_until_it_does(form, monkey
 
     async def body(client):
         await collect(client, "a", b"x")
-        assert client.step_age == 0
+
+        async def idle():
+            return client.step_age == 0
+        await until(idle)  # as soon as it has been asked once more
         stream = asyncio.ensure_future(collect(client, "a", b"x", max_tokens=10**6))
         await asyncio.sleep(2)
         assert client.health() == (True, ""), "many steps take longer than one may"
