@@ -13,4 +13,5 @@ from ..device import Emulated  # noqa: E402
 class Platform(Emulated, CudaPlatform):
     __doc__ = CudaPlatform.__doc__
     interface_version = 1
+    name = "cuda_emulated"
     arch_name = "sm_90"

@@ -13,4 +13,5 @@ from ..device import Emulated  # noqa: E402
 class Platform(Emulated, RocmPlatform):
     __doc__ = RocmPlatform.__doc__
     interface_version = 1
+    name = "rocm_emulated"
     arch_name = "gfx942"
