@@ -266,7 +266,7 @@ def test_it_holds_in_an_environment_of_its_own(tmp_path):
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
     report = json.loads((tmp_path / "report.json").read_text())
     assert {word for word, count in report["counts"].items() if count} == {"passed", "unsupported"}
-    left = [case["id"] for case in report["cases"] if case["dtype"] == "f32" and case["outcome"] != "passed"]
-    assert left and all(id.startswith(("parallel[", "compile[larg")) for id in left), left  # one rank, and no buckets
+    left = [case for case in report["cases"] if case["dtype"] == "f32" and case["outcome"] != "passed"]
+    assert left and not any(case["claimed"] for case in left), left  # ranks, buckets, other K and V, some page sizes
     passed = [case for case in report["cases"] if case["outcome"] == "passed"]
     assert {case["law"] for case in passed} == {"manifest", "ops", "model", "state", "compile", "scheduler"}

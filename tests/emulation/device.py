@@ -28,7 +28,7 @@ class Emulated:
     collective = "gloo"
     default_graphs = "second"  # Triton's interpreter runs on one thread at a time
     buckets = Buckets(tokens=(1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 512, 1024), rows=SIZES,
-                      pages=(8, 64, 1024, 16384))
+                      pages=(8, 64, 256))
 
     def claim(self, rank: int, world: int) -> Device:
         torch.set_num_threads(1)  # tiny shapes: a second thread costs more than it gives, the more beside other tests
