@@ -1,6 +1,6 @@
 """What a platform computes with: the paths composed of torch operators, to be overridden by a platform's kernels.
 
-One object for each platform object. Nothing here is chosen in a step: `attention` remembers the backend of a spec.
+One object for each platform object. Nothing here is chosen in a step: `backend` remembers what attends a case.
 """
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ...core.platform import AttentionSpec, MoESpec, RawTensor, RopeSpec, Sampli
 from . import moe, quant
 from .attention import Backend, Composed
 from .device import Device
-from .quant import DTYPES, Experts, Leaf, Vector
+from .quant import Experts, Leaf, Vector
 from .sampling import Sampled, sample
 from .sampling import arrays as sampling_arrays
 from .state import KV_DTYPES
@@ -124,5 +124,3 @@ def reason_against(op: str, case: Mapping[str, Any], dtypes: Sequence[str]) -> s
     name = case.get("format", "f32")
     return None if name in quant.CODECS else f"format {name}: known are {', '.join(quant.CODECS)}"
 
-
-__all__ = ["DTYPES", "KV_DTYPES", "Kernels", "reason_against"]

@@ -14,8 +14,8 @@ import torch
 from ...core.platform import RawTensor, WeightSpec
 from ..accelerator import quant
 from ..accelerator.device import Device
-from ..accelerator.quant import DTYPES, Dense, Experts, Leaf
-from ..expand import AFFINE, CODECS, INTEGERS, affine, expand, group_of
+from ..accelerator.quant import Dense, Experts, Leaf
+from ..expand import AFFINE, INTEGERS, affine, expand, group_of
 from ..experts import by_expert
 from .fp4 import pack_fp4
 from .linear_int4 import pack_affine
@@ -153,11 +153,3 @@ def pack_fp4_parts(experts: Sequence[Sequence[RawTensor]], many: bool, device: D
     whole = (1 / whole if name == "nvfp4_div" else whole).to(device.torch)
     sizes = tuple(raw.shape[0] for raw in experts[0])
     return pack_fp4(codes, scale.view(torch.float8_e4m3fn), whole if many else whole[0], sizes)
-
-
-def reason_to_expand(name: str, group: int | None = None) -> str | None:
-    """Why a format of `CODECS` is not kept."""
-    return None if name in KEPT else f"no kernel reads {name}" if name in CODECS else f"format {name} is unknown"
-
-
-__all__ = ["DTYPES", "KEPT", "Kept", "Policy", "load_weight", "reason_to_expand"]

@@ -38,7 +38,7 @@ def _torch_type(kind: Any) -> torch.dtype:
 def _convert(data: np.ndarray, source: Any, target: Any, rounding: Any) -> np.ndarray:
     """Bit patterns of `data` in another float type, rounded to nearest even; what overflows e4m3 becomes NaN."""
     if getattr(rounding, "name", None) == "RTZ":
-        raise NotImplementedError("only rounding to nearest even is put right here")
+        raise ValueError("kernels round to nearest even; another rounding is not put right here")
     signed = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}
     bits = torch.from_numpy(np.array(data, order="C").view(signed[source.primitive_bitwidth // 8]))
     out = bits.view(_torch_type(source)).to(_torch_type(target))
