@@ -54,8 +54,24 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     prompt_logprobs: int | None = None
 
 
+class CacheHint(msgspec.Struct, frozen=True, array_like=True):
+    """What a client knows of the next use of its cached prefix: advice for eviction, never a pin.
+
+    session: its name for a conversation. ends: this is the session's last request. next_within: seconds until the next
+    one, 0 = unknown. single: a request on its own, whose prefix nobody will ask for again.
+    """
+
+    session: str = ""
+    ends: bool = False
+    next_within: float = 0.0
+    single: bool = False
+
+
 class Submit(msgspec.Struct, frozen=True, tag=True):
-    """A new request. `prompt`: packed ids. `domain` keeps cache entries apart (adapter, salt, images); b"" = shared."""
+    """A new request. `prompt`: packed ids. `domain` keeps cache entries apart (adapter, salt, images); b"" = shared.
+
+    tenant: whose share it counts against. ttft: seconds in which its first token is wanted, 0 = no wish.
+    """
 
     id: str
     prompt: bytes
@@ -63,6 +79,9 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     domain: bytes = b""
     priority: int = 0
     arrival: float = 0.0
+    tenant: str = ""
+    ttft: float = 0.0
+    hint: CacheHint | None = None
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
