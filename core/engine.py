@@ -24,6 +24,7 @@ from .platform import Step
 from .scheduler.admission import Limits
 from .scheduler.batch import build_batch
 from .scheduler.scheduler import NOT_A_NUMBER, Plan, Scheduler
+from .scheduler.times import DEVICE, FINISH, SCHEDULE, StepTimes
 from .specs import Bucket
 from .tracing import traced_forward
 
@@ -88,7 +89,7 @@ class EngineCore:
         self._flight: tuple[Plan, Out] | None = None
         self.cache = CacheManager(sizes.pages, sizes.page_size, config.cache.eviction_policy, config.cache.prefix_cache)
         self.scheduler = Scheduler(_limits(config, loaded), self.cache, config.scheduler.schedule_policy)
-        self.steps = 0
+        self.steps, self.times = 0, StepTimes()
         self.info = _info(config, loaded, time.monotonic() - began)
         self._warm_up()
 
@@ -109,7 +110,9 @@ class EngineCore:
 
     def step(self) -> list[TokenOutput]:
         """Launch the next step, then settle the previous one (with overlap) or this one: the new outputs."""
+        self.times.enter(SCHEDULE)
         outputs = self.relieve() + self._advance()
+        self.times.enter(None)
         if debug_level() >= 3:
             self.scheduler.verify()
         return outputs
@@ -173,11 +176,13 @@ class EngineCore:
             previous, self._flight = self._flight, None
         if previous is None:
             return self.scheduler.ended()
+        self.times.enter(DEVICE)
         try:
             result = previous[1].collect()
         except Exception as error:
             plans = [previous[0]] + ([self._flight[0]] if self._flight else [])
             return self._failed(plans, error)
+        self.times.enter(FINISH)
         return self.scheduler.settle(previous[0], result)
 
     def _land(self) -> list[TokenOutput]:
@@ -198,6 +203,7 @@ class EngineCore:
         if step is None:
             forward = traced_forward(self._model.forward) if debug_level() >= 4 else self._model.forward
             step = self._steps[bucket] = self._platform.compile(forward, self._model.weights, bucket)
+        self.times.enter(DEVICE)
         out, self._state = step(self._state, batch)
         self.steps += 1
         if debug_level() >= 2:
@@ -233,6 +239,7 @@ class EngineCore:
                 raise (CheckpointError if outputs[-1].error == NOT_A_NUMBER else RuntimeError)(outputs[-1].error)
         self.cache.flush()
         self.scheduler.reset_stats()
+        self.times.reset()
         self.steps = 0
 
     def _ping(self) -> dict[str, Any]:
@@ -261,8 +268,9 @@ class EngineCore:
 
     def _stats(self) -> dict[str, Any]:
         pool, tree = self.cache.pool, self.cache.tree
-        return {**self.scheduler.stats.snapshot(), "running": self.scheduler.running, "waiting": self.scheduler.waiting,
-                "steps": self.steps, "pages_total": pool.capacity, "pages_free": pool.free,
+        return {**self.scheduler.stats.snapshot(), **self.times.snapshot(),
+                "running": self.scheduler.running, "waiting": self.scheduler.waiting, "steps": self.steps,
+                "pages_total": pool.capacity, "pages_free": pool.free,
                 "pages_cached": tree.evictable + tree.protected, "pages_evictable": tree.evictable,
                 "pages_used": pool.capacity - pool.free - tree.evictable, "pages_quarantined": pool.quarantined,
                 "pages_given_back": self._given_back, "ownership_violations": pool.violations,
