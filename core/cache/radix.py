@@ -9,13 +9,13 @@ are protected. Ancestors of a protected node are therefore protected, and only u
 """
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 
 import numpy as np
 
+from .events import ID_BYTES, CacheListener
 from .eviction import EVICTION
-
-ID_BYTES = 4
 
 
 class Node:
@@ -49,6 +49,7 @@ class RadixTree:
         self.page_size, self.page_bytes = page_size, page_size * ID_BYTES
         self._policy = EVICTION.create(policy)
         self._roots: dict[bytes, Node] = {}
+        self.listener: CacheListener | None = None
         self._clock = 0
         self.evictable = 0   # pages in nodes that no lock protects
         self.protected = 0   # pages in nodes under a lock
@@ -106,6 +107,8 @@ class RadixTree:
             if node.parent is None:  # a domain is kept only while it has pages, so that many salts cost nothing
                 self._roots[domain] = node
             self.evictable += child.size
+            if self.listener is not None:
+                self.listener.stored(child.edge, child.pages, _last_page(node), domain)
             self._policy.add(child)
             node = child
         return found, node
@@ -159,7 +162,23 @@ class RadixTree:
                 self._policy.add(node)
             else:
                 self._remove(node)
-        return np.frombuffer(b"".join(freed), np.int32)
+        dropped = b"".join(freed)
+        if dropped and self.listener is not None:
+            if self._roots:
+                self.listener.removed(dropped)
+            else:
+                self.listener.cleared()
+        return np.frombuffer(dropped, np.int32)
+
+    def tell(self, listener: CacheListener) -> None:
+        """Name every page to a listener that does not know the tree yet, parents first."""
+        for domain, root in self._roots.items():
+            stack = [root]
+            while stack:
+                node = stack.pop()
+                if node.parent is not None:
+                    listener.stored(node.edge, node.pages, _last_page(node.parent), domain)
+                stack += node.children.values()
 
     def nodes(self) -> Iterator[tuple[bytes, Node]]:
         """Every node but the roots, parents first, with the tokens of its path as bytes."""
@@ -222,3 +241,8 @@ class RadixTree:
                 del self._roots[parent.edge]
         elif parent.evictable:
             self._policy.add(parent)
+
+
+def _last_page(node: Node) -> int:
+    """The number of the node's last page; 0 for a root, since page 0 is nobody's."""
+    return int.from_bytes(node.pages[-ID_BYTES:], sys.byteorder)
