@@ -23,9 +23,9 @@ from .engine import EngineCore
 from .errors import ConfigError, EngineStopped, Overloaded, RequestError
 from .messages import Logprobs, Submit, TextOutput, TokenOutputs, Watch, pack_ids, request_error, unpack_ids
 from .processes.detokenizer import DetokenizerState
-from .scheduler.request import cache_domain
 from .server.errors import validation_error
-from .server.protocol import SamplingFields, ShortText, spellings
+from .server.protocol import SamplingFields, ShortText, TermFields, spellings
+from .server.terms import Caller, terms
 from .server.validate import (
     COMPLETION_TOKENS,
     Bounds,
@@ -42,13 +42,12 @@ from .suggest import suggest
 Prompt = str | Sequence[int] | np.ndarray
 
 
-class Parameters(SamplingFields):
-    """What `Engine.generate` takes by name."""
+class Parameters(SamplingFields, TermFields):
+    """What `Engine.generate` takes by name. tenant: whose share the request counts against."""
 
     logprobs: int | None = Field(None, ge=0, le=20)
     prompt_logprobs: int | None = Field(None, ge=0, le=20)
-    cache_salt: ShortText | None = None
-    priority: int | None = Field(None, ge=-2**31, lt=2**31)
+    tenant: ShortText | None = None
 
 
 @dataclass(frozen=True)
@@ -169,9 +168,9 @@ class Engine:
         """The engine's requests for one prompt, one for each of `n` answers. default: tokens, None = what is left."""
         limit = output_limit(asked.max_tokens, default, len(ids), self._bounds, "prompt")
         params = sampling_params(asked, self._bounds, limit, asked.logprobs, asked.prompt_logprobs)
-        domain = cache_domain(salt=asked.cache_salt)
+        its = terms(asked, Caller(asked.tenant or ""), self.config.cache.cache_isolation == "key")
         return [Submit(uuid.uuid4().hex, pack_ids(ids), msgspec.structs.replace(params, seed=nth_seed(params.seed, i)),
-                       domain, asked.priority or 0) for i in range(asked.n or 1)]
+                       its.domain, its.priority, 0.0, its.tenant, its.ttft, its.hint) for i in range(asked.n or 1)]
 
     def _collect(self, submits: list[Submit]) -> list[Completion]:
         """All answers, in the order of their requests."""

@@ -74,6 +74,9 @@ class CacheSettings:
     prefix_cache: bool = setting(True, "reuse K and V of prompts that share a prefix")
     eviction_policy: str = setting("lru", "which cached pages go first when memory is short",
                                    choices=_eviction_policies)
+    cache_isolation: str = setting("none", "who shares cached prefixes: none = everybody, key = only those with the "
+                                   "same API key, so that response times tell nobody of others' prompts",
+                                   choices=("none", "key"))
     kv_cache_dtype: str = setting("auto", "dtype of K and V; by default the compute dtype, or the platform's own",
                                   choices=("auto", "float32", "bfloat16", "float16", "fp8_e4m3", "fp8_e5m2", "int8"),
                                   aliases={"bf16": "bfloat16", "f32": "float32", "fp32": "float32", "f16": "float16",
@@ -119,7 +122,8 @@ class ServerSettings:
 
     host: str = setting("127.0.0.1", "address to listen on", needs="address")
     port: int = setting(8000, "port to listen on; 0 takes a free one", least=0, most=65535)
-    api_key: str | None = setting(None, "key that clients must send; better set as ISTHMUS_API_KEY than typed",
+    api_key: str | None = setting(None, "key that clients must send, or several separated by commas, one for each "
+                                  "tenant; better set as ISTHMUS_API_KEY than typed",
                                   needs="key")
     max_body: str = setting("16MiB", "largest request body; a larger one is answered 413", unit="bytes",
                             least=1024)

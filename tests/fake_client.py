@@ -199,13 +199,13 @@ def scores(ids: list[int], k: int) -> Logprobs:
 
 
 def make_app(server: dict | None = None, model: dict | None = None, scheduler: dict | None = None,
-             **client: Any) -> SimpleNamespace:
+             cache: dict | None = None, **client: Any) -> SimpleNamespace:
     """An app over a `FakeClient`: `.app`, `.client`, `.template`."""
-    from isthmus.core.config import Config, ModelSettings, SchedulerSettings, ServerSettings
+    from isthmus.core.config import CacheSettings, Config, ModelSettings, SchedulerSettings, ServerSettings
     from isthmus.core.server.app import create_app
     from isthmus.core.server.text_service import TextService
     config = Config(server=ServerSettings(**(server or {})), model=ModelSettings(**(model or {})),
-                    scheduler=SchedulerSettings(**(scheduler or {})))
+                    scheduler=SchedulerSettings(**(scheduler or {})), cache=CacheSettings(**(cache or {})))
     fake, template = FakeClient(config, **client), ChatMarks()
     return SimpleNamespace(app=create_app(fake, TextService(ByteTokenizer(), template), config), client=fake,
                            template=template)

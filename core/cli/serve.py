@@ -46,6 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, resolved: Resolved) -> int:
     """Serve until a signal, then drain; 0 after an orderly end, 1 when the engine died."""
     config = resolved.config
+    if config.cache.cache_isolation == "key" and config.server.api_key is None:
+        raise ConfigError("--cache-isolation key keeps the holders of different API keys apart, but no key is set: set "
+                          "ISTHMUS_API_KEY to one for each, separated by commas")
     listener = listen(config.server.host, config.server.port)
     if warning := open_to_others(config, listener.getsockname()[0]):
         announce(f"isthmus: {warning}", logging.WARNING)

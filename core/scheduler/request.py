@@ -102,16 +102,18 @@ def penalised(params: SamplingParams) -> bool:
 
 
 def cache_domain(adapter: tuple[str, int] | None = None, salt: str | None = None,
-                 images: tuple[tuple[str, int, int], ...] = ()) -> bytes:
+                 images: tuple[tuple[str, int, int], ...] = (), tenant: str = "") -> bytes:
     """The cache domain of a request: b"" without extras, else a digest in which every part is tagged and delimited.
 
     adapter: (name, load number). salt: any string; "" is none. images: (content digest, offset, length) in tokens.
+    tenant: whose pages nobody else may share; "" = everybody's.
     """
-    if not adapter and not salt and not images:
+    if not adapter and not salt and not images and not tenant:
         return b""
     digest = hashlib.blake2b(digest_size=16)
     parts = [("adapter", *map(str, adapter))] if adapter else []
     parts += [("salt", salt)] if salt else []
+    parts += [("tenant", tenant)] if tenant else []
     parts += [("image", *map(str, image)) for image in images]
     for part in parts:
         for word in part:

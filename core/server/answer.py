@@ -21,6 +21,7 @@ from .generation import Choice, Generation
 from .protocol import GenerateRequest, RequestFields
 from .request_log import log, plain
 from .stream import EventStream, json_response, unless_hung_up
+from .terms import Caller
 
 MAX_WARNED = 1000  # different fields
 
@@ -58,12 +59,12 @@ class GenerationAnswer(ABC):
             yield data
 
 
-async def respond(server: Server, request: Request, start: Callable[[Server, bytes], GenerationAnswer],
+async def respond(server: Server, request: Request, start: Callable[[Server, Caller, bytes], GenerationAnswer],
                   in_thread: bool = False) -> Response:
     """Answer a request that generates. `start` checks the body and prepares the engine requests; nothing runs yet.
     `in_thread`: it may take long for a small body too."""
     server.require_ready()
-    answer = await server.read(request, partial(start, server), in_thread)
+    answer = await server.read(request, partial(start, server, server.caller(request)), in_thread)
     request.state.generation = answer.generation
     headers = tell_ignored(server, request, answer.asked.ignored)
     if answer.asked.stream:

@@ -8,7 +8,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ..messages import TextOutput, unpack_ids
-from ..scheduler.request import cache_domain
 from .answer import GenerationAnswer, respond
 from .context import Server
 from .conversation import generation_prompt, parse_messages, template_kwargs
@@ -16,6 +15,7 @@ from .generation import Choice, Generation, Prompt, check_ended, new_id, wants_u
 from .logprobs import chat_logprobs
 from .protocol import ChatRequest, read
 from .stream import JsonList, event
+from .terms import Caller, terms
 from .validate import check_choices, check_size, invalid, output_limit, sampling_params
 from .wire import Answer, ChatChoice, ChatLogprobs, ChunkChoice, Delta, Message
 
@@ -34,7 +34,7 @@ def wanted_logprobs(asked: ChatRequest) -> int | None:
     return asked.top_logprobs or 0
 
 
-def start(server: Server, body: bytes) -> ChatAnswer:
+def start(server: Server, caller: Caller, body: bytes) -> ChatAnswer:
     """Check everything and prepare the engine requests; nothing runs yet."""
     asked = read(ChatRequest, body)
     server.require_model(asked.model)
@@ -51,8 +51,7 @@ def start(server: Server, body: bytes) -> ChatAnswer:
         raise invalid("max_tokens", "must be at least 1")
     limit = output_limit(asked.max_tokens, None, len(ids), bounds, "messages")
     prompt = Prompt(ids, sampling_params(asked, bounds, limit, logprobs))
-    generation = Generation(server, new_id("chatcmpl"), [prompt], n, cache_domain(salt=asked.cache_salt),
-                            asked.priority or 0)
+    generation = Generation(server, new_id("chatcmpl"), [prompt], n, terms(asked, caller, server.isolates))
     return ChatAnswer(server, asked, generation)
 
 

@@ -9,13 +9,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ..messages import Logprobs, TextOutput, unpack_ids
-from ..scheduler.request import cache_domain
 from .answer import GenerationAnswer, respond
 from .context import Server
 from .generation import Choice, Generation, Prompt, check_ended, new_id, wants_usage
 from .logprobs import LegacyShape
 from .protocol import CompletionRequest, read
 from .stream import event
+from .terms import Caller, terms
 from .validate import (
     COMPLETION_TOKENS,
     Bounds,
@@ -35,7 +35,7 @@ async def completions(server: Server, request: Request) -> Response:
     return await respond(server, request, start)
 
 
-def start(server: Server, body: bytes) -> CompletionAnswer:
+def start(server: Server, caller: Caller, body: bytes) -> CompletionAnswer:
     """Check everything and prepare the engine requests; nothing runs yet."""
     asked = read(CompletionRequest, body)
     server.require_model(asked.model)
@@ -45,8 +45,8 @@ def start(server: Server, body: bytes) -> CompletionAnswer:
     parts = split_prompts(asked.prompt)
     check_choices(len(parts), n, server.bounds)
     prompts = [read_prompt(server, asked, name, part) for name, part in parts]
-    domain = cache_domain(salt=asked.cache_salt)
-    return CompletionAnswer(server, asked, Generation(server, new_id("cmpl"), prompts, n, domain, asked.priority or 0))
+    generation = Generation(server, new_id("cmpl"), prompts, n, terms(asked, caller, server.isolates))
+    return CompletionAnswer(server, asked, generation)
 
 
 def read_prompt(server: Server, asked: CompletionRequest, param: str, part: str | list[Any]) -> Prompt:

@@ -1,6 +1,7 @@
 """What all endpoints share: the engine's client, the text service, limits, metrics and the running requests."""
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -13,6 +14,7 @@ from ..processes.client import STOPPING
 from .limits import Bodies
 from .metrics import Metrics
 from .stream import unless_hung_up
+from .terms import Caller, caller_of
 from .text_service import TextService
 from .threads import SMALL, Threads
 from .validate import Bounds
@@ -24,7 +26,8 @@ class Server:
     """State of one app.
 
     client: an `EngineClient`. running: id of each HTTP request that generates -> ids of its engine requests. warned:
-    ignored fields that the log has told of.
+    ignored fields that the log has told of. isolates: tenants share no cached pages. secret: without it nobody can tell
+    a key from its tenant's name.
     """
 
     def __init__(self, client: Any, text: TextService, config: Config):
@@ -35,6 +38,8 @@ class Server:
         self.warned: set[str] = set()
         self.metrics = Metrics()
         self.threads = Threads()
+        self.secret = secrets.token_bytes(32)
+        self.isolates = config.cache.cache_isolation == "key"
 
     @property
     def info(self) -> dict[str, Any]:
@@ -52,6 +57,10 @@ class Server:
         places = self.info.get("max_running", 0) + self.config.scheduler.max_queued_requests
         return Bounds(self.info["vocab_size"], self.info["max_model_len"], self.config.server.max_n,
                       self.info.get("sampling_defaults", {}), places)
+
+    def caller(self, request: Request) -> Caller:
+        """Who asks; raises 400 for a header that is wrong."""
+        return caller_of(request.scope["headers"], self.config.server.api_key is not None, self.secret)
 
     async def read(self, request: Request, work: Callable[[bytes], T], always: bool = False, text: bool = False) -> T:
         """What `work` makes of the JSON body, in a thread if that may take long; `always`: for a small body too.

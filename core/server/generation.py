@@ -18,6 +18,7 @@ from ..processes.backlog import output_size
 from .context import Server
 from .errors import ABORTED
 from .protocol import StreamOptions
+from .terms import Terms
 from .validate import nth_seed
 from .wire import Usage, usage
 
@@ -86,10 +87,8 @@ class Generation:
     first: when the first token arrived, by `time.perf_counter`; None until then.
     """
 
-    def __init__(self, server: Server, id: str, prompts: Sequence[Prompt], n: int = 1, domain: bytes = b"",
-                 priority: int = 0):
-        self.server, self.id, self.prompts, self.n = server, id, prompts, n
-        self.domain, self.priority = domain, priority
+    def __init__(self, server: Server, id: str, prompts: Sequence[Prompt], n: int, terms: Terms):
+        self.server, self.id, self.prompts, self.n, self.terms = server, id, prompts, n, terms
         self.choices = [Choice(prompt) for prompt in prompts for _ in range(n)]
         self.first: float | None = None
 
@@ -98,7 +97,9 @@ class Generation:
         params = prompt.params
         if index % self.n:
             params = msgspec.structs.replace(params, seed=nth_seed(params.seed, index % self.n))
-        submit = Submit(id, pack_ids(prompt.ids), params, self.domain, self.priority, time.monotonic())
+        terms = self.terms
+        submit = Submit(id, pack_ids(prompt.ids), params, terms.domain, terms.priority, time.monotonic(), terms.tenant,
+                        terms.ttft, terms.hint)
         return submit, Watch(id, params.stop, params.include_stop, params.skip_special, params.min_tokens)
 
     async def outputs(self) -> AsyncIterator[tuple[int, TextOutput]]:

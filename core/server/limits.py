@@ -25,6 +25,9 @@ MAX_STOP_IDS = 1024        # stop_token_ids of a request
 MAX_BIAS = 1024            # logit_bias entries of a request
 MAX_TEMPLATE_KWARGS = 32   # chat_template_kwargs of a request
 MAX_TEXT = 1024            # characters of a short free text: cache_salt, rid, a template argument
+MAX_SESSION = 256          # characters of a session_id
+MAX_NEXT_WITHIN = 7 * 86400  # seconds until the next request of a session
+MAX_TTFT = 3600            # seconds in which a first token may be wanted
 MAX_TOKENIZE = 2**20       # characters of a text for /tokenize
 
 _STEPS = np.zeros(256, np.int8)  # what a character does to the depth of a JSON text

@@ -9,7 +9,6 @@ from starlette.responses import Response
 
 from ..errors import RequestError
 from ..messages import Logprobs, TextOutput, unpack_ids
-from ..scheduler.request import cache_domain
 from .answer import GenerationAnswer, respond
 from .context import Server
 from .conversation import generation_prompt, parse_messages, template_kwargs
@@ -18,6 +17,7 @@ from .limits import MAX_TOKENIZE, parse_object
 from .logprobs import native_logprobs, native_top
 from .protocol import DetokenizeRequest, GenerateRequest, SamplingFields, TokenizeRequest, read
 from .stream import JsonList, event, json_response
+from .terms import Caller, terms
 from .text_service import TextService
 from .validate import check_choices, check_ids, check_size, invalid, output_limit, sampling_params, split_prompts
 
@@ -32,7 +32,7 @@ async def generate(server: Server, request: Request) -> Response:
     return await respond(server, request, start)
 
 
-def start(server: Server, body: bytes) -> NativeAnswer:
+def start(server: Server, caller: Caller, body: bytes) -> NativeAnswer:
     """Check everything and prepare the engine requests; nothing runs yet."""
     asked = read(GenerateRequest, body)
     if (asked.text is None) == (asked.input_ids is None):
@@ -46,8 +46,7 @@ def start(server: Server, body: bytes) -> NativeAnswer:
     n = fields.n or 1
     check_choices(len(parts), n, server.bounds, param)
     prompts = [read_prompt(server, asked, fields, name, part) for name, part in parts]
-    generation = Generation(server, asked.rid or new_id("gen"), prompts, n, cache_domain(salt=asked.cache_salt),
-                            asked.priority or 0)
+    generation = Generation(server, asked.rid or new_id("gen"), prompts, n, terms(asked, caller, server.isolates))
     return NativeAnswer(server, asked, generation)
 
 

@@ -22,7 +22,17 @@ from pydantic import (
 from ..errors import RequestError
 from ..suggest import closest
 from .errors import validation_error
-from .limits import MAX_BIAS, MAX_STOP_CHARS, MAX_STOP_IDS, MAX_STOPS, MAX_TEXT, parse_object
+from .limits import (
+    MAX_BIAS,
+    MAX_NEXT_WITHIN,
+    MAX_SESSION,
+    MAX_STOP_CHARS,
+    MAX_STOP_IDS,
+    MAX_STOPS,
+    MAX_TEXT,
+    MAX_TTFT,
+    parse_object,
+)
 
 INT64 = 2**63
 
@@ -140,14 +150,36 @@ class SamplingFields(Body):
     n: Count | None = Field(None, ge=1)
 
 
-class RequestFields(SamplingFields):
+class CacheHintFields(Body):
+    """`cache_hint`: what the client knows of the next use of this prefix. Advice: a wrong one costs little.
+
+    next_within: seconds until the next request of the conversation, such as the time that a tool call may take.
+    """
+
+    end_of_session: bool | None = None
+    next_within: float | None = Field(None, ge=0, le=MAX_NEXT_WITHIN)
+    single_shot: bool | None = None
+
+
+class TermFields(Body):
+    """How a request is to be served, apart from its contents; `core.server.terms` reads them.
+
+    session_id: the client's name for a conversation. ttft_target: seconds in which the first token is wanted.
+    """
+
+    priority: int | None = Field(None, ge=-2**31, lt=2**31)
+    cache_salt: ShortText | None = Field(None, validation_alias=AliasChoices("cache_salt", "extra_key"))
+    session_id: str | None = Field(None, min_length=1, max_length=MAX_SESSION)
+    cache_hint: CacheHintFields | None = None
+    ttft_target: float | None = Field(None, ge=0, le=MAX_TTFT)
+
+
+class RequestFields(SamplingFields, TermFields):
     """What chat and completions have in common."""
 
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    priority: int | None = Field(None, ge=-2**31, lt=2**31)
-    cache_salt: ShortText | None = Field(None, validation_alias=AliasChoices("cache_salt", "extra_key"))
     return_token_ids: bool | None = None
 
 
@@ -172,7 +204,7 @@ class CompletionRequest(RequestFields):
     add_special_tokens: bool | None = None
 
 
-class GenerateRequest(Body):
+class GenerateRequest(TermFields):
     """`POST /generate`, the native call. The forms of `text` and `input_ids` are checked by `core.server.validate`."""
 
     text: Any = None
@@ -183,8 +215,6 @@ class GenerateRequest(Body):
     logprob_start_len: int | None = Field(None, ge=-1)
     top_logprobs_num: int | None = Field(None, ge=0, le=20)
     rid: ShortText | None = Field(None, min_length=1)
-    priority: int | None = Field(None, ge=-2**31, lt=2**31)
-    cache_salt: ShortText | None = Field(None, validation_alias=AliasChoices("cache_salt", "extra_key"))
 
 
 class TokenizeRequest(Body):
