@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
+from .node import ID_BYTES
+
 if TYPE_CHECKING:
     from .radix import RadixTree
-
-ID_BYTES = 4  # of a page number and of a token id
 
 
 class CacheListener(Protocol):

@@ -4,13 +4,19 @@ The pages of a running request, front to back:
 
     row[: shared]         the tree's, under the lock of the request's node
     row[shared : count]   its own, until `commit` hands full ones to the tree
+
+What the eviction policy learns from, in a request's order: `tick` before each step; `acquire`, as often as it takes;
+`admit` once it runs, with the client's hint; `commit` and `release` with the `Use` that `admit` gave.
 """
 from __future__ import annotations
 
 import numpy as np
 
+from ..messages import CacheHint
+from .eviction import Use
+from .node import Node
 from .pool import TREE, PagePool
-from .radix import Node, RadixTree
+from .radix import RadixTree
 
 
 class CacheManager:
@@ -18,9 +24,15 @@ class CacheManager:
 
     def __init__(self, pages: int, page_size: int, policy: str = "lru", enabled: bool = True, strict: bool = False):
         self.pool = PagePool(pages, strict)
-        self.tree = RadixTree(page_size, policy)
+        self.tree = RadixTree(page_size, policy, self.pool.capacity)
         self.page_size, self.enabled = page_size, enabled
         self.evicted_pages = 0
+        self.now = 0.0  # seconds; the cache has no other clock
+
+    def tick(self, now: float) -> None:
+        """It is `now`: called before each step."""
+        self.now = now
+        self.tree.policy.tick(now)
 
     @property
     def available(self) -> int:
@@ -41,6 +53,19 @@ class CacheManager:
         """Undo `acquire`."""
         self.tree.unlock(node)
 
+    def admit(self, tokens: np.ndarray, found: int, node: Node, hint: CacheHint | None = None,
+              priority: int = 0) -> Use | None:
+        """The request that has acquired `node`, `found` pages deep, runs now: one use of its prefix in the eyes of the
+        eviction policy, whatever was acquired and forgotten before. tokens: the prompt, int32.
+
+        hint: what the client says of the next use: advice that the policy weighs, never a pin. A request that is
+        admitted again after a retraction is no new use: keep its `Use`. Returns what `commit` and `release` want.
+        """
+        policy = self.tree.policy
+        if not (policy.watches and self.enabled):
+            return None
+        return policy.use(node, found, tokens[found * self.page_size:].tobytes(), hint, priority)
+
     def take(self, count: int, owner: int) -> np.ndarray | None:
         """`count` fresh pages for `owner`, evicting cached ones as needed; None, and nothing changed, if too few."""
         while count <= self.available:
@@ -55,7 +80,7 @@ class CacheManager:
         return None
 
     def commit(self, tokens: np.ndarray, row: np.ndarray, shared: int, owner: int, domain: bytes,
-               node: Node) -> tuple[int, Node]:
+               node: Node, use: Use | None = None) -> tuple[int, Node]:
         """Hand the full pages of `tokens` to the tree and lock them instead of `node`: (pages now shared, new node).
 
         `row` (int32, changed in place) are the request's pages. Where another request cached the same tokens first,
@@ -64,7 +89,13 @@ class CacheManager:
         full = len(tokens) // self.page_size
         if not self.enabled or full <= shared:
             return shared, node
-        found, new = self.tree.insert(tokens[:full * self.page_size].tobytes(), row[:full], domain)
+        key, seam = tokens[:full * self.page_size].tobytes(), use.seam if use is not None else 0
+        known = full
+        if shared < seam < full:  # pages that were cached once are a node of their own
+            known, _ = self.tree.insert(key[:seam * self.tree.page_bytes], row[:seam], domain, use)
+        found, new = self.tree.insert(key, row[:full], domain, use)
+        if known < seam:
+            found = known
         if found > shared:
             duplicates = row[shared:found].copy()
             row[shared:found] = self.tree.path(new)[shared:found]
@@ -74,8 +105,10 @@ class CacheManager:
         self.tree.unlock(node)
         return full, new
 
-    def release(self, row: np.ndarray, shared: int, owner: int, node: Node) -> None:
+    def release(self, row: np.ndarray, shared: int, owner: int, node: Node, use: Use | None = None) -> None:
         """A request ends: its own pages go back, its prefix is unlocked and stays cached while memory lasts."""
+        if use is not None:
+            self.tree.policy.end(node, use)
         self.pool.release(row[shared:], owner)
         self.tree.unlock(node)
 
@@ -89,6 +122,7 @@ class CacheManager:
         """Go on with fewer pages, nothing cached. `OwnershipError` while a request holds any."""
         self.flush()
         self.pool.shrink(pages)
+        self.tree.policy.capacity = self.pool.capacity
 
     def verify(self, held: dict[int, np.ndarray]) -> None:
         """The ledger by identity, the tree by structure. `held`: each running request's own pages by owner."""

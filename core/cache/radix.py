@@ -14,40 +14,18 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from .events import ID_BYTES, CacheListener
-from .eviction import EVICTION
-
-
-class Node:
-    """Pages that follow the parent's; `edge` are their tokens, `pages` their numbers, both as int32 bytes.
-
-    A root has no parent and no pages; its edge is the domain's name.
-    """
-
-    __slots__ = ("edge", "pages", "parent", "children", "locks", "stamp")
-
-    def __init__(self, edge: bytes, pages: bytes, parent: Node | None, stamp: int):
-        self.edge, self.pages, self.parent, self.stamp = edge, pages, parent, stamp
-        self.children: dict[bytes, Node] = {}
-        self.locks = 0
-
-    @property
-    def size(self) -> int:
-        """Pages in this node."""
-        return len(self.pages) // ID_BYTES
-
-    @property
-    def evictable(self) -> bool:
-        """An unlocked leaf that is still in the tree."""
-        return self.parent is not None and not self.children and not self.locks
+from .events import CacheListener
+from .eviction import EVICTION, EvictionPolicy, Use
+from .node import ID_BYTES, Node
 
 
 class RadixTree:
     """Prefix tree with locks and page-granular eviction. Knows page numbers, not the pool: callers move ownership."""
 
-    def __init__(self, page_size: int, policy: str = "lru"):
+    def __init__(self, page_size: int, policy: str = "lru", capacity: int = 65536):
         self.page_size, self.page_bytes = page_size, page_size * ID_BYTES
-        self._policy = EVICTION.create(policy)
+        self.policy: EvictionPolicy = EVICTION.create(policy, capacity)
+        self._watch = self.policy.watches
         self._roots: dict[bytes, Node] = {}
         self.listener: CacheListener | None = None
         self._clock = 0
@@ -75,7 +53,7 @@ class RadixTree:
             node, offset = child, offset + shared
             node.stamp = self._clock
         if node.evictable:
-            self._policy.add(node)
+            self.policy.add(node)
         return offset // page_bytes, node
 
     def peek(self, key: bytes, domain: bytes = b"") -> int:
@@ -91,11 +69,13 @@ class RadixTree:
             offset += len(node.edge)
         return offset // self.page_bytes
 
-    def insert(self, key: bytes, pages: np.ndarray, domain: bytes = b"") -> tuple[int, Node]:
+    def insert(self, key: bytes, pages: np.ndarray, domain: bytes = b"",
+               use: Use | None = None) -> tuple[int, Node]:
         """Add the whole pages of `key`: `pages` int32, one a page, at least len(key) // page bytes of them.
 
         Returns (how many pages of the prefix were there already, the node where the key ends). The tree takes the
         pages after those; for the others the caller's are duplicates of the tree's, which `path` gives.
+        use: what the policy made of the request that the pages are of, if it watches.
         """
         count = len(key) // self.page_bytes
         key = key[:count * self.page_bytes]
@@ -109,7 +89,10 @@ class RadixTree:
             self.evictable += child.size
             if self.listener is not None:
                 self.listener.stored(child.edge, child.pages, _last_page(node), domain)
-            self._policy.add(child)
+            child.turn = node.turn
+            if self._watch and use is not None:
+                self.policy.grow(child, count, use)
+            self.policy.add(child)
             node = child
         return found, node
 
@@ -142,24 +125,26 @@ class RadixTree:
             self.evictable += node.size
             self.protected -= node.size
             if not node.children:
-                self._policy.add(node)
+                self.policy.add(node)
             node = node.parent
 
     def evict(self, count: int) -> np.ndarray:
         """Drop up to `count` pages, tail pages of the least valuable unlocked leaves first: their numbers, int32."""
         freed, need = [], count
         while need > 0:
-            node = self._policy.pop()
+            node = self.policy.pop()
             if node is None:
                 break
             drop = min(need, node.size)
             keep = node.size - drop
+            if self._watch:
+                self.policy.drop(node, keep)
             freed.append(node.pages[keep * ID_BYTES:])
             self.evictable -= drop
             need -= drop
             if keep:
                 node.pages, node.edge = node.pages[:keep * ID_BYTES], node.edge[:keep * self.page_bytes]
-                self._policy.add(node)
+                self.policy.add(node)
             else:
                 self._remove(node)
         dropped = b"".join(freed)
@@ -227,6 +212,7 @@ class RadixTree:
         cut = at // self.page_bytes * ID_BYTES
         front = Node(node.edge[:at], node.pages[:cut], node.parent, node.stamp)
         front.locks = 1 if node.locks else 0
+        front.hits, front.mark, front.turn = node.hits, node.mark, node.parent.turn
         node.parent.children[front.edge[:self.page_bytes]] = front
         node.edge, node.pages, node.parent = node.edge[at:], node.pages[cut:], front
         front.children[node.edge[:self.page_bytes]] = node
@@ -240,7 +226,7 @@ class RadixTree:
             if not parent.children:
                 del self._roots[parent.edge]
         elif parent.evictable:
-            self._policy.add(parent)
+            self.policy.add(parent)
 
 
 def _last_page(node: Node) -> int:

@@ -1,32 +1,17 @@
-"""Which cached pages go first: policies over the unlocked leaves of the radix tree."""
+"""The least recently used leaf first."""
 from __future__ import annotations
 
 from heapq import heapify, heappop, heappush
-from typing import TYPE_CHECKING, Protocol
 
-from ..registry import Registry
-
-if TYPE_CHECKING:
-    from .radix import Node
+from ..node import Node
+from .protocol import Unwatching
 
 
-class EvictionPolicy(Protocol):
-    """An index of the tree's unlocked leaves. The tree calls it; a policy never changes a node."""
-
-    def add(self, node: Node) -> None:
-        """The node became an unlocked leaf, or one that was is used again (its `stamp` grew)."""
-        ...
-
-    def pop(self) -> Node | None:
-        """Take out the leaf to evict next; None when there is none. Nodes that are no unlocked leaf any more are
-        skipped: `node.evictable` tells."""
-        ...
-
-
-class LeastRecentlyUsed:
+class LeastRecentlyUsed(Unwatching):
     """The leaf whose last use is longest ago. A lazy heap: an entry counts only while its stamp is the node's."""
 
-    def __init__(self) -> None:
+    def __init__(self, capacity: int):
+        super().__init__(capacity)
         self._heap: list[tuple[int, int, Node]] = []
         self._limit = 1024
 
@@ -47,7 +32,3 @@ class LeastRecentlyUsed:
         self._heap = [entry for entry in set(self._heap) if entry[0] == entry[2].stamp and entry[2].evictable]
         heapify(self._heap)
         self._limit = 1024 + 2 * len(self._heap)
-
-
-EVICTION = Registry("eviction policy", EvictionPolicy, ("add", "pop"))
-EVICTION.register("lru", LeastRecentlyUsed)
