@@ -99,6 +99,10 @@ class SchedulerSettings:
     running_timeout: float = setting(3600.0, "a request that runs longer is ended", unit="seconds", least=0)
     step_timeout: float = setting(120.0, "/health is 503 while requests wait and no step has finished for so long",
                                   unit="seconds", least=1)
+    record: str | None = setting(None, "file for a recording of everything that enters the engine, prompts included: "
+                                 "private data, readable by its owner alone; `isthmus rerun` runs it again")
+    record_limit: str = setting("1GiB", "largest recording; it ends there and serving goes on", unit="bytes",
+                                least=65536)
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,9 @@ from .env import debug_level
 from .errors import CheckpointError
 from .manifests import missing_features
 from .messages import FinishReason, SamplingParams, Submit, TokenOutput, pack_ids
-from .plan import Out
-from .platform import Step
+from .plan import Batch, Out
+from .platform import State, Step
+from .recording.recorder import Recorder, open_file
 from .scheduler.admission import Limits
 from .scheduler.batch import build_batch
 from .scheduler.scheduler import NOT_A_NUMBER, Plan, Scheduler
@@ -73,15 +74,18 @@ class EngineCore:
 
     clock: seconds, monotonic; tests pass a virtual one. progress(stage, done, total) is told about loading.
     platform: an object that was not probed yet, in place of the one that the settings name (conformance).
+    loaded, recorder: what `startup.load` gives, and what stands between engine and world, in a rerun of a recording.
     """
 
     def __init__(self, config: Config, progress: Callable[[str, int, int | None], None] | None = None,
-                 clock: Callable[[], float] = time.monotonic, platform: Any = None):
+                 clock: Callable[[], float] = time.monotonic, platform: Any = None,
+                 loaded: startup.Loaded | None = None, recorder: Any = None):
         began = time.monotonic()
-        loaded = startup.load(config, progress, platform)
+        loaded = loaded or startup.load(config, progress, platform)
+        self.recorder = recorder or Recorder(clock, open_file(config, loaded))
         self._platform, self._manifest, self._model = loaded.platform, loaded.manifest, loaded.model
         sizes = loaded.sizes
-        self._page_size, self._overlap, self._clock = sizes.page_size, loaded.overlap, clock
+        self._page_size, self._overlap = sizes.page_size, loaded.overlap
         self._state_spec = sizes.state
         self._state = self._platform.alloc(sizes.state, sizes.pages)
         self._next_look, self._given_back, self._blind = 0.0, 0, False
@@ -97,10 +101,13 @@ class EngineCore:
 
     def submit(self, submit: Submit) -> None:
         """Queue a request. Raises `RequestError` with the field and number at fault, `Overloaded` when full."""
-        self.scheduler.submit(submit, self._clock())
+        self.recorder.submitted(submit)
+        self.scheduler.submit(submit, self.recorder.now())
 
     def abort(self, ids: Iterable[str], reason: FinishReason = "abort") -> None:
         """End requests in any state; the next `step` reports them. Unknown ids are ignored."""
+        ids = tuple(ids)
+        self.recorder.aborted(ids, reason)
         self.scheduler.abort(ids, reason)
 
     @property
@@ -111,6 +118,7 @@ class EngineCore:
     def step(self) -> list[TokenOutput]:
         """Launch the next step, then settle the previous one (with overlap) or this one: the new outputs."""
         self.times.enter(SCHEDULE)
+        self.recorder.stepped()
         outputs = self.relieve() + self._advance()
         self.times.enter(None)
         if debug_level() >= 3:
@@ -122,13 +130,13 @@ class EngineCore:
 
         Running requests wait and are computed anew in the pages that are left; the outputs are of the step in flight.
         """
-        floor, now = self._manifest.memory_floor, self._clock()
-        if not floor or now < self._next_look:
+        floor = self._manifest.memory_floor
+        if not floor or (now := self.recorder.now()) < self._next_look:
             return []
         self._next_look = now + LOOK
         had, least = self.cache.pool.capacity, self.scheduler.limits.max_pages
         left = max(least, had * 3 // 4)
-        total, free = self._free_memory()
+        total, free = self.recorder.memory(self._free_memory)
         if free >= floor * total or left >= had:
             return []
         outputs = self._land()
@@ -144,7 +152,8 @@ class EngineCore:
 
     def command(self, name: str) -> dict[str, Any]:
         """Administrative calls: "stats", "flush_cache", "ping", "verify". Raises ValueError for another name."""
-        commands = {"stats": self._stats, "verify": self._verify, "ping": self._ping,
+        self.recorder.commanded(name)
+        commands = {"stats": self.stats, "verify": self._verify, "ping": self._ping,
                     "flush_cache": lambda: {"flushed_pages": self.cache.flush()}}
         if name not in commands:
             raise ValueError(f"unknown command {name!r}; there are: {', '.join(sorted(commands))}")
@@ -159,12 +168,13 @@ class EngineCore:
                 out.collect()
             except Exception as error:
                 self._failed([plan], error)
+        self.recorder.close()
         getattr(self._platform, "close", lambda: None)()
 
     # ---- inside
 
     def _advance(self) -> list[TokenOutput]:
-        plan = self.scheduler.plan(self._clock())
+        plan = self.scheduler.plan(self.recorder.now())
         previous, self._flight = self._flight, None
         if plan is not None:
             try:
@@ -199,18 +209,21 @@ class EngineCore:
     def _launch(self, plan: Plan) -> Out:
         batch, bucket = build_batch(plan, self.scheduler.table, self._page_size, self._manifest.buckets)
         self.scheduler.advance(plan)
-        step = self._steps.get(bucket)
-        if step is None:
-            forward = traced_forward(self._model.forward) if debug_level() >= 4 else self._model.forward
-            step = self._steps[bucket] = self._platform.compile(forward, self._model.weights, bucket)
-        self.times.enter(DEVICE)
-        out, self._state = step(self._state, batch)
+        out, self._state = self.recorder.launch(plan, batch, self.cache, lambda: self._run(bucket, batch))
         self.steps += 1
         if debug_level() >= 2:
             log.info("step %d: %d tokens, %d decode, %d chunks, %d waiting, pages free %d evictable %d", plan.step,
                      int(batch.starts[-1]), len(plan.decode), len(plan.chunks), self.scheduler.waiting,
                      self.cache.pool.free, self.cache.tree.evictable)
         return out
+
+    def _run(self, bucket: Bucket | None, batch: Batch) -> tuple[Out, State]:
+        step = self._steps.get(bucket)
+        if step is None:
+            forward = traced_forward(self._model.forward) if debug_level() >= 4 else self._model.forward
+            step = self._steps[bucket] = self._platform.compile(forward, self._model.weights, bucket)
+        self.times.enter(DEVICE)
+        return step(self._state, batch)
 
     def _failed(self, plans: list[Plan], error: Exception) -> list[TokenOutput]:
         log.exception("step %d failed on %s", plans[-1].step, self._manifest.name, exc_info=error)
@@ -266,7 +279,8 @@ class EngineCore:
         self.scheduler.verify()
         return {"verified": True}
 
-    def _stats(self) -> dict[str, Any]:
+    def stats(self) -> dict[str, Any]:
+        """All numbers, as of now."""
         pool, tree = self.cache.pool, self.cache.tree
         return {**self.scheduler.stats.snapshot(), **self.times.snapshot(),
                 "running": self.scheduler.running, "waiting": self.scheduler.waiting, "steps": self.steps,

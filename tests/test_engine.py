@@ -156,7 +156,7 @@ def test_abort_and_close_with_a_step_in_flight(engine):
 def test_pages_are_given_back_when_memory_gets_short(engine, overlap, monkeypatch, caplog):
     """Running requests are computed anew in fewer pages with the same tokens; a request of full length always fits."""
     core, now, free = engine(overlap), [2.0], [900]
-    monkeypatch.setattr(core, "_clock", lambda: now[0])
+    monkeypatch.setattr(core.recorder, "_clock", lambda: now[0])
     monkeypatch.setattr(core, "_manifest", replace(core._manifest, memory_floor=0.1))
     monkeypatch.setattr(core.device, "memory", lambda: (1000, free[0]), raising=False)
     requests = [submit(core, f"r{i}", [i, 5, 6, 7, 8], max_tokens=9) for i in range(3)]
@@ -184,7 +184,7 @@ def test_pages_are_given_back_when_memory_gets_short(engine, overlap, monkeypatc
 def test_a_failed_look_at_memory_costs_no_request_anything(engine, answer, monkeypatch, caplog):
     """It is told once, until the platform can say again."""
     core, now, answers = engine(True), [2.0], [answer]
-    monkeypatch.setattr(core, "_clock", lambda: now[0])
+    monkeypatch.setattr(core.recorder, "_clock", lambda: now[0])
     monkeypatch.setattr(core, "_manifest", replace(core._manifest, memory_floor=0.1))
 
     def memory():

@@ -1,0 +1,316 @@
+"""A recording run again through the real engine: its inputs come from the file, its decisions are compared with it.
+
+No model and no hardware are needed: the null platform takes the batches and checks them, whatever platform the
+recording was made on, and the results are the recorded ones.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ..config import Config
+from ..discovery import load_platform
+from ..engine import EngineCore
+from ..messages import Submit
+from ..models.loader import LoadedModel
+from ..plan import Batch, Out, StepResult
+from ..startup import Loaded
+from .entries import (
+    CALLS,
+    Aborted,
+    Commanded,
+    Entry,
+    Failure,
+    Memory,
+    Now,
+    Planned,
+    Result,
+    Stepped,
+    Submitted,
+    planned,
+    unpack_result,
+)
+from .file import Header, Recording
+
+DEVICE = "null"  # the platform that needs no device
+COARSE = 64      # looks at the ledger over the whole recording; between two of them it is looked at after every step
+
+
+class Difference(BaseException):
+    """The rerun is not what was recorded. No `Exception`: the engine takes those for failures of the device."""
+
+    def __init__(self, step: int, what: str):
+        super().__init__(f"step {step}: {what}")
+        self.step, self.what = step, what
+
+
+class _Cut(BaseException):
+    """The recording ends within a call."""
+
+
+class StepFailed(Exception):
+    """A failure of the device that was recorded."""
+
+
+@dataclass
+class Outcome:
+    """What a rerun came to. broken: the first thing that is wrong, at step `step`; "" when all is as recorded."""
+
+    steps: int
+    entries: int
+    broken: str = ""
+    step: int = 0
+    stats: dict[str, Any] | None = None
+
+
+class Script:
+    """A recorder's other side: gives an engine what was recorded, and raises `Difference` where it asks for, or
+    decides, anything else."""
+
+    def __init__(self, entries: Iterator[Entry]):
+        self._entries = entries
+        self._next: Entry | None = next(entries, None)
+        self.step = self.count = 0
+
+    def call(self) -> Entry | None:
+        """The call that comes next; None at the end."""
+        if self._next is not None and not isinstance(self._next, CALLS):
+            raise Difference(self.step, f"the engine did not ask for: {self._next}")
+        return self._next
+
+    def submitted(self, request: Submit) -> None:
+        self._same(Submitted(request))
+
+    def aborted(self, ids: tuple[str, ...], reason: str) -> None:
+        self._same(Aborted(ids, reason))
+
+    def commanded(self, name: str) -> None:
+        self._same(Commanded(name))
+
+    def stepped(self) -> None:
+        self._same(Stepped())
+
+    def now(self) -> float:
+        return self._take(Now).at
+
+    def memory(self, read: Callable[[], tuple[float, float]]) -> tuple[float, float]:
+        found = self._take(Memory)
+        return found.total, found.free
+
+    def launch(self, plan: Any, batch: Batch, cache: Any, run: Callable[[], tuple[Out, Any]]) -> tuple[Out, Any]:
+        self.step = plan.step
+        self._same(planned(plan, batch, cache))
+        if isinstance(self._next, Failure) and self._next.where == "launch":
+            raise StepFailed(self._take(Failure).message)
+        out, state = run()
+        return _Fed(out, self), state
+
+    def result(self) -> StepResult:
+        """What was collected at this place. Raises `StepFailed` where that failed."""
+        entry = self._take(Result | Failure)
+        if isinstance(entry, Failure):
+            raise StepFailed(entry.message)
+        return unpack_result(entry)
+
+    def flush(self) -> None:
+        """Nothing is written."""
+
+    close = flush
+
+    def tail(self, count: int = 0) -> str:
+        """Where the rerun is."""
+        return f"step {self.step} of a recording"
+
+    def _take(self, kind: Any) -> Any:
+        entry = self._next
+        if entry is None:
+            raise _Cut
+        if not isinstance(entry, kind):
+            raise Difference(self.step, f"recorded is {entry}; the engine now asks for {kind}")
+        self._next = next(self._entries, None)
+        self.count += 1
+        return entry
+
+    def _same(self, entry: Entry) -> None:
+        recorded = self._next
+        if recorded is not None and recorded != entry:
+            raise Difference(self.step, differ(recorded, entry))
+        self._take(type(entry))
+
+
+class _Fed:
+    """A step whose result comes from the recording; the device's own only shows that it took the batch."""
+
+    def __init__(self, out: Out, script: Script):
+        self._out, self._script = out, script
+
+    def collect(self) -> StepResult:
+        step = self._script.step
+        result = self._script.result()
+        try:
+            self._out.collect()
+        except AssertionError as error:
+            raise Difference(step, f"the {DEVICE} platform refuses the batch: {error}") from None
+        return result
+
+
+def differ(recorded: Entry, now: Entry, names: tuple[str, str] = ("recorded", "now")) -> str:
+    """Words for the difference of two entries: the first field that differs, with both values."""
+    if type(recorded) is type(now):
+        for name in recorded.__struct_fields__:
+            pair = [getattr(entry, name) for entry in (recorded, now)]
+            if pair[0] != pair[1]:
+                if isinstance(recorded, Planned) and name == "decode":
+                    pair = [list(memoryview(data).cast("i")) for data in pair]
+                words = {"written": "the pages that are written"}.get(name, name)
+                if isinstance(recorded, Submitted):
+                    pair = [entry.request.id for entry in (recorded, now)]
+                return (f"{words} of `{type(now).__struct_config__.tag}` differs: {names[0]} {_short(pair[0])}, "
+                        f"{names[1]} {_short(pair[1])}")
+    return f"{names[0]} `{recorded}`, {names[1]} `{now}`"
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 300 else text[:300] + "..."
+
+
+def make_engine(header: Header, script: Script, platform: Any) -> EngineCore:
+    """An engine of the recorded sizes on `platform`. It warms up as the recorded one did."""
+    model = LoadedModel(None, {}, header.model, header.sizes.state.layers, [], header.weight_bytes, header.dtype)
+    loaded = Loaded(platform, header.manifest, header.reason, Path(header.path), model, header.dtype, header.sizes,
+                    header.overlap, {}, ())
+    config = msgspec.convert(header.config, Config)
+    return EngineCore(config, loaded=loaded, recorder=script)
+
+
+class Rerun:
+    """One run through a recording. `check`: the null platform looks at every number of every batch."""
+
+    def __init__(self, recording: Recording, check: bool = True):
+        self.script = Script(recording.entries())
+        vocab = recording.header.model.vocab_size
+        self.platform = load_platform(DEVICE, {"check": str(int(check)), "vocab": str(vocab)})
+        self.engine = make_engine(recording.header, self.script, self.platform)
+
+    def go(self, until: int | None = None, look: Callable[[int], None] | None = None) -> None:
+        """Carry out calls until the recording ends or step `until` is launched; `look(step)` after each step.
+
+        Raises `Difference`.
+        """
+        try:
+            while (call := self.script.call()) is not None and (until is None or self.script.step < until):
+                before = self.script.step
+                self._carry_out(call)
+                if look and self.script.step != before:
+                    look(self.script.step)
+        except _Cut:
+            pass
+
+    def verify(self) -> str:
+        """What is wrong with the ledger; "" when nothing is."""
+        try:
+            self.engine.scheduler.verify()
+        except AssertionError as error:
+            return str(error)
+        return ""
+
+    def _carry_out(self, call: Entry) -> None:
+        if isinstance(call, Stepped):
+            self.engine.step()
+            return
+        try:
+            if isinstance(call, Submitted):
+                self.engine.submit(call.request)
+            elif isinstance(call, Aborted):
+                self.engine.abort(call.ids, call.reason)
+            elif isinstance(call, Commanded):
+                self.engine.command(call.name)
+        except Exception:  # it was refused when it was recorded too, else the next entry differs
+            pass
+
+
+def rerun(path: Path, until: int | None = None, check: bool = True, verify: bool = False) -> Outcome:
+    """Run a recording again, up to step `until`; `verify` looks at the ledger after every step. Raises `RecordingError`
+    for a file that is none."""
+    with Recording(path) as recording:
+        outcome, run = Outcome(0, 0), None
+
+        def look(step: int) -> None:
+            if wrong := run.verify():
+                raise Difference(step, f"the ledger is broken: {wrong}")
+        try:
+            run = Rerun(recording, check)
+            run.go(until, look if verify else None)
+            outcome.stats = run.engine.stats()
+        except Difference as difference:
+            outcome.broken, outcome.step = difference.what, difference.step
+        if run is not None:
+            outcome.steps, outcome.entries = run.script.step, run.script.count
+            run.platform.close()
+        return outcome
+
+
+def bisect(path: Path, check: bool = True) -> Outcome:
+    """The first step after which the ledger is broken, by two runs: one that looks now and then, one that looks after
+    every step since the last good look."""
+    with Recording(path) as recording:
+        last = max((e.step for e in recording.entries() if isinstance(e, Planned)), default=0)
+    stride, good = max(1, last // COARSE), 0
+
+    def coarse(step: int) -> None:
+        nonlocal good
+        if step % stride:
+            return
+        if run.verify():
+            raise Difference(step, "")
+        good = step
+    with Recording(path) as recording:
+        run = Rerun(recording, check)
+        try:
+            run.go(None, coarse)
+            wrong = run.verify()
+        except Difference as difference:
+            wrong = difference.what or "broken"
+        steps, count = run.script.step, run.script.count
+        run.platform.close()
+    if not wrong:
+        return Outcome(steps, count)
+    with Recording(path) as recording:
+        run = Rerun(recording, check)
+
+        def fine(step: int) -> None:
+            if step > good and (wrong := run.verify()):
+                raise Difference(step, f"the ledger is broken: {wrong}")
+        try:
+            run.go(None, fine)
+        except Difference as difference:
+            return Outcome(run.script.step, run.script.count, difference.what, difference.step)
+        finally:
+            run.platform.close()
+    return Outcome(steps, count)
+
+
+def against(path: Path, other: Path) -> Outcome:
+    """The first entry in which two recordings differ. Times do not count."""
+    step = count = 0
+    with Recording(path) as first, Recording(other) as second:
+        for name in ("sizes", "overlap", "model"):
+            if getattr(first.header, name) != getattr(second.header, name):
+                return Outcome(0, 0, f"the engines have other {name}", 0)
+        ours, theirs = (filter(lambda e: not isinstance(e, Now), r.entries()) for r in (first, second))
+        while True:
+            a, b = next(ours, None), next(theirs, None)
+            if a is None and b is None:
+                return Outcome(step, count)
+            count += 1
+            if a is None or b is None:
+                over = path if a is None else other
+                return Outcome(step, count, f"{over} ends, the other goes on with {a or b}", step)
+            step = a.step if isinstance(a, Planned) else step
+            if a != b:
+                return Outcome(step, count, differ(a, b, (str(path), str(other))), step)
