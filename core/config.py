@@ -2,7 +2,7 @@
 
 A field's metadata: `help` (one sentence), `choices` (a tuple, or the function that lists what is registered), `unit`
 ("bytes" = a size such as 4GiB), `least`, `most`, `needs` (what a text that is set must hold), `aliases` (other words
-for some of the choices).
+for some of the choices), `endpoint` (True: it is an address for ZMQ).
 Resolution and who set what is the business of `core.cli.settings`; `None` or "auto" means that the engine decides at
 start and reports it.
 """
@@ -77,6 +77,12 @@ class CacheSettings:
     cache_isolation: str = setting("none", "who shares cached prefixes: none = everybody, key = only those with the "
                                    "same API key, so that response times tell nobody of others' prompts",
                                    choices=("none", "key"))
+    kv_events: str | None = setting(None, "address such as tcp://127.0.0.1:5557 at which routers may follow what is "
+                                    "cached (ZMQ PUB, the events of vLLM); off unless set", needs="address",
+                                    endpoint=True)
+    kv_events_replay: str | None = setting(None, "address at which they may ask for events that they missed (ZMQ "
+                                           "ROUTER)", needs="address", endpoint=True)
+    kv_events_topic: str = setting("", "topic of the events; llm-d expects kv@POD@MODEL")
     kv_cache_dtype: str = setting("auto", "dtype of K and V; by default the compute dtype, or the platform's own",
                                   choices=("auto", "float32", "bfloat16", "float16", "fp8_e4m3", "fp8_e5m2", "int8"),
                                   aliases={"bf16": "bfloat16", "f32": "float32", "fp32": "float32", "f16": "float16",

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -81,6 +82,7 @@ class EngineCore:
                  clock: Callable[[], float] = time.monotonic, platform: Any = None,
                  loaded: startup.Loaded | None = None, recorder: Any = None):
         began = time.monotonic()
+        self._publisher = _open_publisher(config, self)
         loaded = loaded or startup.load(config, progress, platform)
         self.recorder = recorder or Recorder(clock, open_file(config, loaded))
         self._platform, self._manifest, self._model = loaded.platform, loaded.manifest, loaded.model
@@ -96,6 +98,8 @@ class EngineCore:
         self.steps, self.times = 0, StepTimes()
         self.info = _info(config, loaded, time.monotonic() - began)
         self._warm_up()
+        if self._publisher is not None:
+            self._publisher.attach(self.cache)
 
     # ---- what callers do
 
@@ -120,6 +124,7 @@ class EngineCore:
         self.times.enter(SCHEDULE)
         self.recorder.stepped()
         outputs = self.relieve() + self._advance()
+        self._publish()
         self.times.enter(None)
         if debug_level() >= 3:
             self.scheduler.verify()
@@ -157,7 +162,9 @@ class EngineCore:
                     "flush_cache": lambda: {"flushed_pages": self.cache.flush()}}
         if name not in commands:
             raise ValueError(f"unknown command {name!r}; there are: {', '.join(sorted(commands))}")
-        return commands[name]()
+        answer = commands[name]()
+        self._publish()
+        return answer
 
     def close(self) -> None:
         """Let the device go."""
@@ -170,8 +177,14 @@ class EngineCore:
                 self._failed([plan], error)
         self.recorder.close()
         getattr(self._platform, "close", lambda: None)()
+        if self._publisher is not None:
+            self._publisher.close()
 
     # ---- inside
+
+    def _publish(self) -> None:
+        if self._publisher is not None:
+            self._publisher.publish()
 
     def _advance(self) -> list[TokenOutput]:
         plan = self.scheduler.plan(self.recorder.now())
@@ -289,6 +302,17 @@ class EngineCore:
                 "pages_used": pool.capacity - pool.free - tree.evictable, "pages_quarantined": pool.quarantined,
                 "pages_given_back": self._given_back, "ownership_violations": pool.violations,
                 "evicted_pages": self.cache.evicted_pages, "page_size": self._page_size}
+
+
+def _open_publisher(config: Config, owner: EngineCore) -> Any:
+    """The stream of cache events, if one is asked for: before the model loads, so that a taken address is told soon. It
+    ends with its owner at the latest."""
+    if config.cache.kv_events is None:
+        return None
+    from .cache.publisher import Publisher  # with sockets, which nobody else needs here
+    publisher = Publisher(config.cache)
+    weakref.finalize(owner, publisher.close)
+    return publisher
 
 
 def _limits(config: Config, loaded: startup.Loaded) -> Limits:

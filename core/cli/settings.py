@@ -44,7 +44,7 @@ class Setting:
         return PREFIX + self.name.upper()
 
     def meta(self, key: str) -> Any:
-        """`help`, `unit`, `least`, `most`, `needs` or `aliases` of the field; None when it has none."""
+        """`help`, `unit`, `least`, `most`, `needs`, `aliases` or `endpoint` of the field; None when it has none."""
         return self.field.metadata.get(key)
 
     @property
@@ -89,6 +89,8 @@ def check(setting: Setting, value: Any, label: str) -> Any:
     except ValueError as error:
         raise ConfigError(f"{label}: {error}") from None
     choices, least, most = setting.choices, setting.meta("least"), setting.meta("most")
+    if setting.meta("endpoint") and not re.fullmatch(r"tcp://[^/\s]+:\d{1,5}|ipc://\S+", value):
+        raise ConfigError(f"{label}: {shown_value(value)} is not an address such as tcp://127.0.0.1:5557")
     if choices and value not in choices:
         raise ConfigError(f"{label}: {shown_value(value)} is not one of {', '.join(choices)}{suggest(value, choices)}")
     if (least is not None and amount < least) or (most is not None and amount > most):
@@ -192,10 +194,11 @@ def _load_yaml(path: Path) -> dict[Any, Any]:
 def read_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """Settings among the variables, by name. An empty variable counts as unset.
 
-    A value like tcp://10.0.0.1:80 is left out: Kubernetes sets one for every service, so also for one named isthmus.
+    A value like tcp://10.0.0.1:80 is left out where no endpoint is meant: Kubernetes sets one for every service, so also
+    for one named isthmus.
     """
-    return {s.name: value for s in list_settings().values()
-            if (value := environment.get(s.variable)) and not value.startswith(("tcp://", "udp://"))}
+    return {s.name: value for s in list_settings().values() if (value := environment.get(s.variable))
+            and (s.meta("endpoint") or not value.startswith(("tcp://", "udp://")))}
 
 
 def unknown_variables(environment: Mapping[str, str]) -> list[str]:
