@@ -103,6 +103,7 @@ def run_steps(library: Any) -> int:
     """Decode eagerly and as for a graph, and prefill, for each kind of case; the number of cases."""
     import torch  # noqa: TID251
     from isthmus.core.platform import AttentionSpec
+    from isthmus.platforms.accelerator.cache import LayerCache
     from isthmus.platforms.accelerator.device import Device
     from isthmus.platforms.cuda.flashinfer_attention import FlashInfer, Scratch
     from isthmus.platforms.cuda.flashinfer_library import Case, Limits
@@ -114,7 +115,8 @@ def run_steps(library: Any) -> int:
     for case in cases:
         assert Limits().reason_against(case) is None, case
         backend = FlashInfer(library, device, case, scratch)
-        cache = torch.zeros((2, 2, case.page_size, case.kv_heads, case.head_dim), dtype=case.kv_dtype)
+        kv = torch.zeros((2, 2, case.page_size, case.kv_heads, case.head_dim), dtype=case.kv_dtype)
+        cache = LayerCache(kv) if kv.dtype == half else LayerCache(kv, None, 0.5, 0.25)
         q = torch.zeros((1, case.heads, case.head_dim), dtype=case.dtype)
         for decode, whole in ((True, False), (False, False), (True, True)):
             view = backend.lone_token(decode)

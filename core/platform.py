@@ -92,13 +92,14 @@ FEATURES = {
     "moe": "sparse feed-forward layers",
     "expert_groups": "experts chosen in groups, or by scores that a bias corrects",
     "partial_rope": "rotation of a head's first elements only",
+    "kv_scales": "scales of K and V in 8-bit floats",
     "overlap": "a step can be launched before the previous one is collected",
     "export_pages": "pages can be copied to the host and back",
 }
 
 
 # Words that came after platforms of this version were written: a manifest.toml need not say that it lacks them.
-LATER = ("expert_groups", "partial_rope")
+LATER = ("expert_groups", "partial_rope", "kv_scales")
 
 
 class Step(Protocol):

@@ -51,10 +51,16 @@ class WeightSpec:
 
 @dataclass(frozen=True)
 class LayerState:
-    """Cache of one layer: `kv_heads` x `head_dim` for K and as many for V, per token and per rank."""
+    """Cache of one layer: `kv_heads` x `head_dim` for K and as many for V, per token and per rank.
+
+    k_scale, v_scale: K and V in an 8-bit float are kept divided by these, and read times them; no matter for other
+                      dtypes. From a checkpoint that was calibrated for it; for platforms with the feature "kv_scales".
+    """
 
     kv_heads: int
     head_dim: int
+    k_scale: float = 1.0
+    v_scale: float = 1.0
 
 
 class KvFormat(NamedTuple):

@@ -78,7 +78,7 @@ def test_graphs_do_not_keep_a_state_that_is_no_more() -> None:
     driver, tokens = Driver(model), text(9, 0, "given up")
     for token in tokens:
         driver.logits((1, [token]))
-    cache, spec = weakref.ref(driver.state.caches[0]), driver.spec
+    cache, spec = weakref.ref(driver.state.caches[0].kv), driver.spec
     driver.state = None
     platform.alloc(spec, 8)
     gc.collect()

@@ -17,6 +17,7 @@ from isthmus.conformance.ledger import Ledger
 from isthmus.conformance.oracle import placed, text
 from isthmus.core.platform import AttentionSpec, Unavailable
 from isthmus.platforms.accelerator.attention import View
+from isthmus.platforms.accelerator.cache import LayerCache
 from isthmus.platforms.accelerator.device import Device
 from isthmus.platforms.cuda import flashinfer_library
 from isthmus.platforms.cuda.flashinfer_attention import FlashInfer, FlashInferFirst
@@ -137,9 +138,10 @@ def test_it_comes_first_in_what_the_platform_computes_with(monkeypatch: pytest.M
     kernels = make_kernels(device, narrow=False)
     below = kernels.backends[0].name
     assert kernels.describe()["attention"] == f"FlashInfer {TABLE['version']}, else {below}"
-    q, cache, spec = torch.zeros(1, 4, 64).bfloat16(), torch.zeros(2, 2, 16, 2, 64).bfloat16(), AttentionSpec(0.1)
+    q, kv, spec = torch.zeros(1, 4, 64).bfloat16(), torch.zeros(2, 2, 16, 2, 64).bfloat16(), AttentionSpec(0.1)
+    cache = LayerCache(kv)
     assert isinstance(kernels.backend(q, cache, spec), FlashInfer)
-    assert kernels.backend(q.float(), cache.float(), spec).name == below
+    assert kernels.backend(q.float(), LayerCache(kv.float()), spec).name == below
     off = make_kernels(device, narrow=False, flashinfer="off")
     assert off.describe()["FlashInfer"] == "turned off by an option" and off.backend(q, cache, spec).name == below
 
@@ -151,7 +153,7 @@ def test_another_word_for_the_option_is_refused() -> None:
 
 def ask(first: FlashInferFirst, case: Shape) -> FlashInfer | None:
     cache = torch.zeros((2, 2, case.page_size, case.kv_heads, case.head_dim), dtype=case.kv_dtype)
-    return first(torch.zeros((1, case.heads, case.head_dim), dtype=case.dtype), cache, case.spec)
+    return first(torch.zeros((1, case.heads, case.head_dim), dtype=case.dtype), LayerCache(cache), case.spec)
 
 
 def test_what_cannot_be_built_is_left_to_others_with_the_reason() -> None:

@@ -22,6 +22,7 @@ from isthmus.conformance.ops_run import as_case
 from isthmus.conformance.oracle import placed, text
 from isthmus.core.manifests import read_file
 from isthmus.core.platform import AttentionSpec, MoESpec, RawTensor, Unavailable, WeightSpec
+from isthmus.platforms.accelerator.cache import LayerCache
 from isthmus.platforms.npu import driver, moe, quant
 from isthmus.platforms.npu.attention import reason_against
 from isthmus.platforms.npu.graph import npu_graphs
@@ -170,7 +171,7 @@ def test_attention_that_is_fused(message: str | None, heads: int, kv_heads: int,
                                  kv: str, spec: dict[str, Any]) -> None:
     q = torch.empty(3, heads, dim, dtype=getattr(torch, dtype), device="meta")
     cache = torch.empty(5, 2, page, kv_heads, dim, dtype=getattr(torch, kv), device="meta")
-    reason = reason_against(q, cache, AttentionSpec(0.1, **spec))
+    reason = reason_against(q, LayerCache(cache), AttentionSpec(0.1, **spec))
     assert reason is None if message is None else message in reason
 
 

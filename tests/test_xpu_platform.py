@@ -23,6 +23,7 @@ from isthmus.conformance.oracle import placed, text
 from isthmus.core.manifests import read_file
 from isthmus.core.platform import AttentionSpec, RawTensor, Unavailable, WeightSpec
 from isthmus.platforms.accelerator import build
+from isthmus.platforms.accelerator.cache import LayerCache
 from isthmus.platforms.accelerator.kernels import Kernels
 from isthmus.platforms.accelerator.moe import act_mul
 from isthmus.platforms.accelerator.quant import Dense, Vector
@@ -233,7 +234,7 @@ def test_a_sparse_decode_step_is_one_graph():
 def test_attention_that_is_not_its_own_goes_on_to_the_next(why: str, dtype: torch.dtype, page: int,
                                                            spec: AttentionSpec):
     kernels = XpuKernels(HOST, Kernels(HOST), found(), "")
-    q, cache = torch.zeros(3, 4, 32, dtype=dtype), torch.zeros(2, 2, page, 2, 32, dtype=dtype)
+    q, cache = torch.zeros(3, 4, 32, dtype=dtype), LayerCache(torch.zeros(2, 2, page, 2, 32, dtype=dtype))
     chosen = kernels.backend(q, cache, spec)
     assert chosen is kernels.backends[1]
     refused = kernels.backends[0].refused
@@ -247,7 +248,7 @@ def test_a_case_is_tried_once():
     backend = PagedAttention(lambda **given: (tried.append(given["max_seqlen_q"]), varlen_fwd(**given)))
     kernels = XpuKernels(HOST, Kernels(HOST), {}, "")
     kernels.backends = (backend, *kernels.backends)
-    q, cache = torch.zeros(3, 4, 32, dtype=torch.float16), torch.zeros(2, 2, 16, 2, 32, dtype=torch.float16)
+    q, cache = torch.zeros(3, 4, 32, dtype=torch.float16), LayerCache(torch.zeros(2, 2, 16, 2, 32, dtype=torch.float16))
     for _ in range(3):
         assert kernels.backend(q, cache, AttentionSpec(1.0, 9)) is backend
     assert tried == [1, 2]
@@ -256,7 +257,7 @@ def test_a_case_is_tried_once():
 def test_an_error_in_the_trial_is_no_refusal():
     varlen_fwd = found()["varlen_fwd"]
     backend = PagedAttention(lambda **given: varlen_fwd(**given, of_another_version=1))
-    q, cache = torch.zeros(3, 4, 32, dtype=torch.float16), torch.zeros(2, 2, 16, 2, 32, dtype=torch.float16)
+    q, cache = torch.zeros(3, 4, 32, dtype=torch.float16), LayerCache(torch.zeros(2, 2, 16, 2, 32, dtype=torch.float16))
     with pytest.raises(RuntimeError, match="expected at most 29 argument"):
         backend.takes(q, cache, AttentionSpec(1.0))
 

@@ -13,6 +13,7 @@ from batches import batch, pages_of
 from ceilings import bytes_a_second, flops_a_second
 from isthmus.core.platform import AttentionSpec
 from isthmus.platforms.accelerator.attention import Backend, Composed, View, only_decodes
+from isthmus.platforms.accelerator.cache import LayerCache
 from place import Place, figure, main, share, timed
 from torch.nn import functional as F
 
@@ -21,7 +22,7 @@ DECODES = ((1, 32768), (16, 4096), (16, 32768), (64, 4096), (256, 1024))  # rows
 PREFILLS = ((1, 8192), (4, 2048), (16, 512))                              # rows, new tokens of each
 
 
-def ways(q: torch.Tensor, cache: torch.Tensor, spec: AttentionSpec, place: Place) -> Iterator[Backend]:
+def ways(q: torch.Tensor, cache: LayerCache, spec: AttentionSpec, place: Place) -> Iterator[Backend]:
     """Every backend that takes the case, the composed one only where there is no other."""
     made = [make(q, cache, spec) for make in place.kernels.makers]
     rest = [b for b in place.kernels.backends if place.kernels.takes(b, q, cache, spec)]
@@ -29,7 +30,7 @@ def ways(q: torch.Tensor, cache: torch.Tensor, spec: AttentionSpec, place: Place
     yield from [b for b in found if not isinstance(b, Composed)] or found
 
 
-def attending(backend: Backend, q: torch.Tensor, cache: torch.Tensor, view: View, spec: AttentionSpec,
+def attending(backend: Backend, q: torch.Tensor, cache: LayerCache, view: View, spec: AttentionSpec,
               place: Place) -> Callable[[], torch.Tensor]:
     names = ("starts", "lengths", "pages", "rows", "positions")
     view.fed = place.staging.feed({name: getattr(view.host, name) for name in names})
@@ -51,7 +52,7 @@ def measure(place: Place, ceilings: dict[str, Any], rows: int, tokens: int, cont
     page_size = place.manifest.page_sizes[0]
     made = batch(rows, tokens, context, page_size)
     spec, q = AttentionSpec(DIM ** -0.5), place.random(rows * tokens, HEADS, DIM)
-    cache = place.random(pages_of(made), 2, page_size, KV_HEADS, DIM).to(kv)
+    cache = LayerCache(place.random(pages_of(made), 2, page_size, KV_HEADS, DIM).to(kv))
     nbytes = 2 * rows * context * KV_HEADS * DIM * kv.itemsize
     flops = 2 * rows * tokens * context * HEADS * DIM * (2 if tokens == 1 else 1)
     about = {"what": "decode" if tokens == 1 else "prefill", "rows": rows, "tokens": tokens, "context": context,

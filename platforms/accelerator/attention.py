@@ -13,6 +13,7 @@ import torch
 from torch.nn import functional as F
 
 from ...core.platform import AttentionSpec, Batch, Bucket
+from .cache import LayerCache
 
 GATHERED = 1 << 26  # elements of K that the composed path holds at once
 QUERIES = 256       # queries of a prefill whose scores it holds at once
@@ -48,7 +49,7 @@ class Backend(Protocol):
 
     name: str
 
-    def wants(self, q: torch.Tensor, cache: torch.Tensor, view: View) -> tuple[str, ...]:
+    def wants(self, q: torch.Tensor, cache: LayerCache, view: View) -> tuple[str, ...]:
         ...
 
     def plan(self, view: View, name: str) -> np.ndarray:
@@ -60,7 +61,7 @@ class Backend(Protocol):
     def prepare(self, view: View) -> None:
         ...
 
-    def attend(self, q: torch.Tensor, cache: torch.Tensor, view: View, spec: AttentionSpec) -> torch.Tensor:
+    def attend(self, q: torch.Tensor, cache: LayerCache, view: View, spec: AttentionSpec) -> torch.Tensor:
         ...
 
 
@@ -76,7 +77,7 @@ class Composed:
 
     name = "composed of torch operators"
 
-    def wants(self, q: torch.Tensor, cache: torch.Tensor, view: View) -> tuple[str, ...]:
+    def wants(self, q: torch.Tensor, cache: LayerCache, view: View) -> tuple[str, ...]:
         return ()
 
     def plan(self, view: View, name: str) -> np.ndarray:
@@ -89,7 +90,7 @@ class Composed:
     def prepare(self, view: View) -> None:
         """Nothing: all that a step needs was fed."""
 
-    def attend(self, q: torch.Tensor, cache: torch.Tensor, view: View, spec: AttentionSpec) -> torch.Tensor:
+    def attend(self, q: torch.Tensor, cache: LayerCache, view: View, spec: AttentionSpec) -> torch.Tensor:
         if view.decode:
             return self._decode(q, cache, view, spec)
         out = torch.zeros_like(q)
@@ -99,43 +100,36 @@ class Composed:
             out[start:stop] = self._prefill(q[start:stop], cache, view, spec, int(row), start)
         return out
 
-    def _decode(self, q: torch.Tensor, cache: torch.Tensor, view: View, spec: AttentionSpec) -> torch.Tensor:
+    def _decode(self, q: torch.Tensor, cache: LayerCache, view: View, spec: AttentionSpec) -> torch.Tensor:
         """All rows over the pages that the longest of them uses; nothing of the host's but sizes in a graph."""
         rows = len(view.fed["lengths"])
         pages = view.fed["pages"]
         if view.bucket is None or self.whole(view.bucket, view.page_size) is not None:
             pages = pages[:, :max(1, -(-int(view.host.lengths.max(initial=0)) // view.page_size))]
-        width = pages.shape[1] * view.page_size * cache.shape[3] * cache.shape[4]
+        width = pages.shape[1] * view.page_size * cache.kv_heads * cache.kv.shape[4]
         step = max(1, GATHERED // width)
         parts = [self._decode_some(q[start:start + step], cache, pages[start:start + step],
                                    view.fed["lengths"][start:start + step], spec) for start in range(0, rows, step)]
         out = parts[0] if len(parts) == 1 else torch.cat(parts)
         return out if len(out) == len(q) else F.pad(out, (0, 0, 0, 0, 0, len(q) - len(out)))
 
-    def _decode_some(self, q: torch.Tensor, cache: torch.Tensor, pages: torch.Tensor, lengths: torch.Tensor,
+    def _decode_some(self, q: torch.Tensor, cache: LayerCache, pages: torch.Tensor, lengths: torch.Tensor,
                      spec: AttentionSpec) -> torch.Tensor:
-        rows, page_size = len(pages), cache.shape[2]
+        rows, page_size = len(pages), cache.page_size
         q = q[:rows]
         places = torch.arange(pages.shape[1] * page_size, device=q.device)
         lengths = lengths[:, None]
         # What lies past a context may be NaN, and hidden values must be finite: they repeat its last token.
         positions = torch.minimum(places, (lengths - 1).clamp_min(0))
         slots = torch.gather(pages, 1, positions // page_size) * page_size + positions % page_size
-        kv = cache.transpose(1, 2).flatten(0, 1) if page_size == 1 else None
-        if kv is None:
-            flat = cache.view(-1, *cache.shape[3:])
-            at = slots // page_size * (2 * page_size) + slots % page_size
-            k, v = flat[at], flat[at + page_size]
-        else:
-            k, v = kv[slots, 0], kv[slots, 1]
         hidden = places >= lengths
         if spec.window is not None:
             hidden = hidden | (places < lengths - spec.window)
-        k, v = (part.to(q.dtype).transpose(1, 2) for part in (k, v))  # [rows, kv_heads, context, d]
+        k, v = (part.transpose(1, 2) for part in cache.read(slots, q.dtype))  # [rows, kv_heads, context, d]
         out = attend(q[:, :, None], k, v, ~hidden[:, None, None], spec)[:, :, 0]
         return torch.where(lengths[:, :, None] > 0, out, 0)
 
-    def _prefill(self, q: torch.Tensor, cache: torch.Tensor, view: View, spec: AttentionSpec, row: int,
+    def _prefill(self, q: torch.Tensor, cache: LayerCache, view: View, spec: AttentionSpec, row: int,
                  start: int) -> torch.Tensor:
         """One row's queries over its own pages, some at a time; page numbers come from the device's table."""
         length, page_size = int(view.host.lengths[row]), view.page_size
@@ -145,9 +139,8 @@ class Composed:
             some = q[low:low + QUERIES]
             oldest = 0 if spec.window is None else max(0, first + low - spec.window + 1)
             page, end = oldest // page_size, first + low + len(some)
-            kv = cache[view.fed["pages"][row, page:-(-end // page_size)]]
-            k, v = (part.flatten(0, 1)[:end - page * page_size].to(q.dtype).transpose(0, 1)[None]
-                    for part in kv.unbind(1))
+            used = view.fed["pages"][row, page:-(-end // page_size)]
+            k, v = (part[:end - page * page_size].transpose(0, 1)[None] for part in cache.read_pages(used, q.dtype))
             keys = torch.arange(page * page_size, end, device=q.device)
             at = torch.arange(first + low, end, device=q.device)[:, None]
             seen = keys <= at

@@ -27,19 +27,21 @@ from ...core.platform import (
 from ..collective import join, leave
 from ..cut import shares
 from ..options import check_options
+from .cache import KV_DTYPES
 from .device import Device
 from .graph import Graph, accelerator_graph
 from .kernels import Kernels, reason_against
 from .ops import Ops
 from .quant import DTYPES, Leaf
 from .staging import Staging
-from .state import KV_DTYPES, State
+from .state import State
 from .step import Runtime, Step
 
 OPS = ("embed", "linear", "rms_norm", "rope", "attention", "act_mul", "moe", "all_reduce", "sample")
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 BUCKETS = Buckets(tokens=(*SIZES, 384, 512, 1024, 2048, 4096, 8192), rows=SIZES,
                   pages=(16, 64, 256, 1024, 4096, 16384))
+SMALL_FLOATS = frozenset(("f8_e4m3", "f8_e5m2"))
 MODES = ("background", "first", "second", "off")
 
 
@@ -51,7 +53,7 @@ class AcceleratorPlatform:
     interface_version = INTERFACE_VERSION
     name = ""
     compute_dtypes: tuple[str, ...] = ("bf16", "f16", "f32")
-    kv_dtypes: tuple[str, ...] = ("bf16", "f16", "f32")
+    kv_dtypes: tuple[str, ...] = ("bf16", "f16", "f32", "i8")
     page_sizes: tuple[int, ...] = (16, 32, 64, 128, 8, 1)
     buckets = BUCKETS
     options_known: tuple[str, ...] = ("graphs",)
@@ -79,6 +81,10 @@ class AcceleratorPlatform:
         """Makes graphs, or says why there are none."""
         return accelerator_graph(device)
 
+    def features(self) -> frozenset[str]:
+        """Words of `FEATURES`; scales of K and V are for 8-bit floats alone."""
+        return frozenset(FEATURES) - ({"kv_scales"} if SMALL_FLOATS.isdisjoint(self.kv_dtypes) else set())
+
     # The neck.
 
     def probe(self, rank: int = 0, world: int = 1) -> Manifest:
@@ -100,7 +106,7 @@ class AcceleratorPlatform:
         return Manifest(
             name=self.name, device=device.name, interface=INTERFACE_VERSION, compute_dtypes=self.compute_dtypes,
             kv_dtypes=self.kv_dtypes, formats=kernels.kept, page_sizes=self.page_sizes, buckets=self.buckets,
-            memory_total=total, memory_free=free, features=frozenset(FEATURES), determinism="T2", rank=self.rank,
+            memory_total=total, memory_free=free, features=self.features(), determinism="T2", rank=self.rank,
             kv_share=self.kv_share, details=details)
 
     def supports(self, op: str, **case: Any) -> str | None:
@@ -136,7 +142,8 @@ class AcceleratorPlatform:
         return state
 
     def export_pages(self, state: State, pages: Sequence[int]) -> bytes:
-        """K and V of these pages, layer after layer, each as [pages, 2, page_size, kv_heads, head_dim]."""
+        """K and V of these pages, layer after layer, each as [pages, 2, page_size, kv_heads, head_dim]; in int8 the
+        scales follow, [pages, 2, page_size, kv_heads]."""
         return state.export_pages(pages) if len(pages) else b""
 
     def import_pages(self, state: State, pages: Sequence[int], data: bytes) -> State:

@@ -13,11 +13,11 @@ import torch
 from ...core.platform import AttentionSpec, MoESpec, RawTensor, RopeSpec, Sampling, WeightSpec
 from . import moe, quant
 from .attention import Backend, Composed
+from .cache import KV_DTYPES, LayerCache
 from .device import Device
 from .quant import Experts, Leaf, Vector
 from .sampling import Sampled, sample
 from .sampling import arrays as sampling_arrays
-from .state import KV_DTYPES
 from .turns import Turns, rotate
 
 
@@ -26,7 +26,7 @@ class Maker(Protocol):
 
     name: str
 
-    def __call__(self, q: torch.Tensor, cache: torch.Tensor, spec: AttentionSpec) -> Backend | None:
+    def __call__(self, q: torch.Tensor, cache: LayerCache, spec: AttentionSpec) -> Backend | None:
         ...
 
 
@@ -54,28 +54,24 @@ class Kernels:
     def load(self, raws: Sequence[RawTensor], spec: WeightSpec, dtype: str) -> Leaf:
         return quant.load_weight(raws, spec, dtype, self.device)
 
-    def backend(self, q: torch.Tensor, cache: torch.Tensor, spec: AttentionSpec) -> Backend:
+    def backend(self, q: torch.Tensor, cache: LayerCache, spec: AttentionSpec) -> Backend:
         """The first backend that takes the case."""
-        key = (spec, q.dtype, q.shape[1:], cache.dtype, cache.shape[2:])
+        key = (spec, q.dtype, q.shape[1:], cache.kv.dtype, cache.kv.shape[2:])
         if key not in self._chosen:
             made = (make(q, cache, spec) for make in self.makers)
             self._chosen[key] = next((backend for backend in made if backend is not None), None) or next(
                 backend for backend in self.backends if self.takes(backend, q, cache, spec))
         return self._chosen[key]
 
-    def takes(self, backend: Backend, q: torch.Tensor, cache: torch.Tensor, spec: AttentionSpec) -> bool:
+    def takes(self, backend: Backend, q: torch.Tensor, cache: LayerCache, spec: AttentionSpec) -> bool:
         return True
 
-    def write(self, cache: torch.Tensor, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    def write(self, cache: LayerCache, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """K and V [T, kv_heads, head_dim] to their slots of a layer's memory."""
-        page_size = cache.shape[2]
-        flat = cache.view(-1, *cache.shape[3:])
-        at = slots // page_size * (2 * page_size) + slots % page_size
-        flat.index_put_((at.long(),), within(k, flat.dtype))
-        flat.index_put_((at.long() + page_size,), within(v, flat.dtype))
+        cache.write(slots, k, v)
 
     def rope_write(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
-                   cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+                   cache: LayerCache, slots: torch.Tensor) -> torch.Tensor:
         """Rotate q and k, write K and V as `write` does -> rotated q."""
         self.write(cache, slots, self.rope(k, cos, sin), v)
         return self.rope(q, cos, sin)
@@ -104,14 +100,6 @@ class Kernels:
     def sample(self, logits: torch.Tensor, fed: Mapping[str, torch.Tensor], inputs: torch.Tensor, top: int | None,
                scored: bool) -> Sampled:
         return sample(logits, fed, inputs, top, scored)
-
-
-def within(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Cast; what an 8-bit float does not reach is kept as its largest value."""
-    if dtype.itemsize > 1:
-        return values.to(dtype)
-    largest = min(torch.finfo(dtype).max, torch.finfo(values.dtype).max)
-    return values.clamp(-largest, largest).to(dtype)
 
 
 def reason_against(op: str, case: Mapping[str, Any], dtypes: Sequence[str]) -> str | None:

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from ...core.platform import AttentionSpec, Batch, Bucket, Sampling
 from ..accelerator.attention import View
+from ..accelerator.cache import LayerCache
 from ..accelerator.device import Device
 from .flashinfer_library import Case, Limits
 
@@ -84,7 +85,7 @@ class FlashInfer:
         self.local = threading.local()
         self.graphs: WeakKeyDictionary[View, Planned] = WeakKeyDictionary()
 
-    def wants(self, q: torch.Tensor, cache: torch.Tensor, view: View) -> tuple[str, ...]:
+    def wants(self, q: torch.Tensor, cache: LayerCache, view: View) -> tuple[str, ...]:
         return (self.pages,)
 
     def plan(self, view: View, name: str) -> np.ndarray:
@@ -104,11 +105,11 @@ class FlashInfer:
             self.graphs[view] = Planned(self._fixed(rows, view.host.pages.shape[1]), self.device)
         self._plan(self.graphs[view], view, rows)
 
-    def attend(self, q: torch.Tensor, cache: torch.Tensor, view: View, spec: AttentionSpec) -> torch.Tensor:
+    def attend(self, q: torch.Tensor, cache: LayerCache, view: View, spec: AttentionSpec) -> torch.Tensor:
         if view.decode:
             rows = min(len(q), len(view.host.lengths))
             planned = self.graphs[view] if view.whole else self._ready(view, rows)
-            out = planned.wrapper.run(q=q[:rows].contiguous(), paged_kv_cache=cache)
+            out = planned.wrapper.run(q=q[:rows].contiguous(), paged_kv_cache=cache.kv, **scales(cache))
             out = torch.where(view.fed["lengths"][:rows, None, None] > 0, out, 0)
             return padded(out, len(q))
         used = int(view.host.starts[-1])
@@ -116,7 +117,7 @@ class FlashInfer:
             return torch.zeros_like(q)
         rows = int(np.flatnonzero(np.diff(view.host.starts))[-1]) + 1  # beyond lies padding
         wrapper = self._ready(view, rows).wrapper
-        return padded(wrapper.run(q=q[:used].contiguous(), paged_kv_cache=cache), len(q))
+        return padded(wrapper.run(q=q[:used].contiguous(), paged_kv_cache=cache.kv, **scales(cache)), len(q))
 
     def _ready(self, view: View, rows: int) -> Planned:
         """This thread's own, planned for this step by the first layer that comes."""
@@ -167,6 +168,12 @@ class FlashInfer:
             use_tensor_cores=self.case.tensor_cores, **buffers)
 
 
+def scales(cache: LayerCache) -> dict[str, float]:
+    """Of both wrappers' `run`, where there are any."""
+    plain = cache.k_scale == cache.v_scale == 1
+    return {} if plain else {"k_scale": cache.k_scale, "v_scale": cache.v_scale}
+
+
 def padded(out: torch.Tensor, tokens: int) -> torch.Tensor:
     """With zeros for the tokens that are nobody's."""
     return out if len(out) == tokens else F.pad(out, (0, 0, 0, 0, 0, tokens - len(out)))
@@ -181,7 +188,7 @@ class FlashInferFirst:
         self.scratch = Scratch(device)
         self.reasons: dict[Case, str] = {}
 
-    def __call__(self, q: torch.Tensor, cache: torch.Tensor, spec: AttentionSpec) -> FlashInfer | None:
+    def __call__(self, q: torch.Tensor, cache: LayerCache, spec: AttentionSpec) -> FlashInfer | None:
         case = Case.of(q, cache, spec)
         reason = self.limits.reason_against(case)
         if reason is None:
@@ -193,11 +200,11 @@ class FlashInferFirst:
         log.info("attention is not FlashInfer's: %s", reason)
         return None
 
-    def _try(self, backend: FlashInfer, cache: torch.Tensor) -> str | None:
+    def _try(self, backend: FlashInfer, cache: LayerCache) -> str | None:
         """Attend one token of page 0 as a decode step and as a prefill: this builds the kernels, where they do not
         come built, so that a compiler which is missing, or an architecture, tells before a request depends on it."""
         case = backend.case
-        q = torch.zeros((1, case.heads, case.head_dim), dtype=case.dtype, device=cache.device)
+        q = torch.zeros((1, case.heads, case.head_dim), dtype=case.dtype, device=cache.kv.device)
         try:
             for decode in (True, False):
                 backend.attend(q, cache, backend.lone_token(decode), case.spec)

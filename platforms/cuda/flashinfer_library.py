@@ -14,6 +14,7 @@ from types import ModuleType
 import torch
 
 from ...core.platform import AttentionSpec, Unavailable
+from ..accelerator.cache import LayerCache
 
 NAME, BUILT = "flashinfer", "flashinfer_jit_cache"
 MODES = ("auto", "build", "off")  # auto: where its kernels come built
@@ -51,9 +52,9 @@ class Case:
     spec: AttentionSpec
 
     @classmethod
-    def of(cls, q: torch.Tensor, cache: torch.Tensor, spec: AttentionSpec) -> Case:
+    def of(cls, q: torch.Tensor, cache: LayerCache, spec: AttentionSpec) -> Case:
         """q [T, heads, head_dim] and a layer's memory."""
-        return cls(q.shape[1], cache.shape[3], q.shape[2], cache.shape[2], q.dtype, cache.dtype, spec)
+        return cls(q.shape[1], cache.kv_heads, q.shape[2], cache.page_size, q.dtype, cache.kv.dtype, spec)
 
     @property
     def group(self) -> int:

@@ -24,7 +24,7 @@ class CudaPlatform(AcceleratorPlatform):
 
     name = "cuda"
     options_known = (*AcceleratorPlatform.options_known, "activations", "flashinfer")
-    kv_dtypes = ("bf16", "f16", "f32", "f8_e4m3", "f8_e5m2")
+    kv_dtypes = ("bf16", "f16", "f32", "f8_e4m3", "f8_e5m2", "i8")
 
     def claim(self, rank: int, world: int) -> Device:
         if not torch.cuda.is_available():

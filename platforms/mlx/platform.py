@@ -141,8 +141,8 @@ class Platform:
             interface=INTERFACE_VERSION, compute_dtypes=("bf16", "f16", "f32") if gpu else ("f32", "bf16"),
             kv_dtypes=("bf16", "f16", "f32") if gpu else ("f32", "bf16"), formats=KEPT,
             page_sizes=(16, 1, 4, 8, 32, 64, 128), buckets=BUCKETS, memory_total=total, memory_free=free,
-            features=frozenset(FEATURES), determinism="T2", rank=20 if gpu else 5, memory_floor=MEMORY_FLOOR,
-            details=details)
+            features=frozenset(FEATURES) - {"kv_scales"}, determinism="T2", rank=20 if gpu else 5,
+            memory_floor=MEMORY_FLOOR, details=details)
 
     def _traced(self) -> None:
         self.traces += 1

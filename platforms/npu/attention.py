@@ -12,6 +12,7 @@ import torch
 
 from ...core.platform import AttentionSpec, Bucket
 from ..accelerator.attention import View
+from ..accelerator.cache import LayerCache
 
 TRIANGLE = 2048     # rows and columns of the mask that sparse modes 2 to 4 take, whatever the lengths
 PACKED_DIM = 128    # head dimension of ragged queries (layout TND)
@@ -21,13 +22,13 @@ DTYPES = (torch.bfloat16, torch.float16)
 CAUSAL, MASKED = 3, 1  # sparse modes: the triangle at the lower right; the mask as it is given
 
 
-def reason_against(q: torch.Tensor, cache: torch.Tensor, spec: AttentionSpec) -> str | None:
+def reason_against(q: torch.Tensor, cache: LayerCache, spec: AttentionSpec) -> str | None:
     """Why the operator does not take this case: q [T, heads, head_dim], a layer's memory, and the spec."""
-    page_size, kv_heads, dim = cache.shape[2:]
+    page_size, kv_heads, dim = cache.kv.shape[2:]
     if spec.softcap is not None:
         return "scores are not capped"
-    if q.dtype not in DTYPES or cache.dtype != q.dtype:
-        return f"queries in {q.dtype} over {cache.dtype}: bfloat16 and float16 alone are taken, the same for both"
+    if q.dtype not in DTYPES or cache.kv.dtype != q.dtype:
+        return f"queries in {q.dtype} over {cache.kv.dtype}: bfloat16 and float16 alone are taken, the same for both"
     if dim % 16 or dim > 512:
         return f"head dimension {dim}: multiples of 16 up to 512 are taken"
     if q.shape[1] > 256 or q.shape[1] > 64 * kv_heads or kv_heads * dim > 65535:
@@ -52,7 +53,7 @@ class Fused:
         self.triangle, self.window = triangle, window
         self.sight = f"npu.window.{window}"
 
-    def wants(self, q: torch.Tensor, cache: torch.Tensor, view: View) -> tuple[str, ...]:
+    def wants(self, q: torch.Tensor, cache: LayerCache, view: View) -> tuple[str, ...]:
         if self.window is None:
             return ("npu.blocks",)
         return (self.sight,) if view.decode else ("npu.blocks", self.sight)
@@ -77,7 +78,7 @@ class Fused:
     def prepare(self, view: View) -> None:
         """Nothing: all that a step needs was fed."""
 
-    def attend(self, q: torch.Tensor, cache: torch.Tensor, view: View, spec: AttentionSpec) -> torch.Tensor:
+    def attend(self, q: torch.Tensor, cache: LayerCache, view: View, spec: AttentionSpec) -> torch.Tensor:
         call, starts = Call(cache, spec), view.host.starts
         if view.decode:
             rows = min(len(q), len(starts) - 1)
@@ -137,9 +138,9 @@ class Fused:
 class Call:
     """The operator over one layer's memory, with one spec."""
 
-    def __init__(self, cache: torch.Tensor, spec: AttentionSpec) -> None:
-        self.page_size, self.kv_heads, self.scale = *cache.shape[2:4], spec.scale
-        blocks = cache.view(-1, self.page_size, self.kv_heads * cache.shape[4])
+    def __init__(self, cache: LayerCache, spec: AttentionSpec) -> None:
+        self.page_size, self.kv_heads, self.scale = *cache.kv.shape[2:4], spec.scale
+        blocks = cache.kv.view(-1, self.page_size, self.kv_heads * cache.kv.shape[4])
         self.k, self.v = blocks[:-1], blocks[1:]
 
     def run(self, q: torch.Tensor, layout: str, tables: torch.Tensor, lengths: list[int],

@@ -11,6 +11,7 @@ import torch
 
 from ...core.platform import AttentionSpec, MoESpec, RawTensor, RopeSpec, WeightSpec
 from ..accelerator.attention import Backend, Composed
+from ..accelerator.cache import LayerCache
 from ..accelerator.device import Device
 from ..accelerator.kernels import Kernels
 from ..accelerator.quant import Experts, Leaf, Vector
@@ -47,7 +48,7 @@ class NpuKernels(Kernels):
     def load(self, raws: Sequence[RawTensor], spec: WeightSpec, dtype: str) -> Leaf | Codes | Int8:
         return quant.load_weight(raws, spec, dtype, self.device, self.policy)
 
-    def backend(self, q: torch.Tensor, cache: torch.Tensor, spec: AttentionSpec) -> Backend:
+    def backend(self, q: torch.Tensor, cache: LayerCache, spec: AttentionSpec) -> Backend:
         """The operator where it takes the case, one object for each window; else the composed path."""
         chosen = super().backend(q, cache, spec)
         if not isinstance(chosen, Fused):
@@ -56,12 +57,13 @@ class NpuKernels(Kernels):
             self.fused[spec.window] = Fused(self.triangle, spec.window)
         return self.fused[spec.window]
 
-    def takes(self, backend: Backend, q: torch.Tensor, cache: torch.Tensor, spec: AttentionSpec) -> bool:
+    def takes(self, backend: Backend, q: torch.Tensor, cache: LayerCache, spec: AttentionSpec) -> bool:
         return not isinstance(backend, Fused) or reason_against(q, cache, spec) is None
 
-    def write(self, cache: torch.Tensor, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        page_size = cache.shape[2]
-        flat = cache.view(-1, *cache.shape[3:])
+    def write(self, cache: LayerCache, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        if cache.kv.dtype.itemsize == 1:
+            return cache.write(slots, k, v)
+        page_size, flat = cache.page_size, cache.kv.view(-1, *cache.kv.shape[3:])
         at = (slots + slots // page_size * page_size)[:, None]  # V lies a page behind K
         for into, values in ((flat, k), (flat[page_size:], v)):
             torch.ops.npu.npu_scatter_nd_update_(into, at, values.to(flat.dtype).contiguous())

@@ -88,7 +88,7 @@ class Platform:
             interface=INTERFACE_VERSION, compute_dtypes=dtypes, kv_dtypes=dtypes,
             formats=KEPT if self._keep else (),
             page_sizes=PAGE_SIZES[kind], buckets=BUCKETS[kind], memory_total=total, memory_free=free,
-            features=frozenset(FEATURES), determinism="T2", rank=20 if kind == "tpu" else 5,
+            features=frozenset(FEATURES) - {"kv_scales"}, determinism="T2", rank=20 if kind == "tpu" else 5,
             kv_share=0.85 if kind == "tpu" else 0.25, local_ranks=world,
             details={"jax": jax.__version__, "jaxlib": jaxlib.__version__, "backend": kind, "kernels": self._mode,
                      "processor": machine.machine()})

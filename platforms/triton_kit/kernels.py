@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from ...core.platform import AttentionSpec, Bucket, MoESpec, RawTensor, RopeSpec, Sampling, WeightSpec
 from ..accelerator.attention import Backend, Composed, View
+from ..accelerator.cache import LayerCache
 from ..accelerator.device import Device
 from ..accelerator.kernels import Kernels
 from ..accelerator.quant import Experts, Leaf, Vector
@@ -28,19 +29,19 @@ class Attention:
         self.family, self.processors = device.arch, max(1, device.processors)
         self.native_fp8 = converts_fp8(device.arch)
 
-    def paged(self, cache: torch.Tensor) -> PagedKV:
-        return paged_kv(cache, native_fp8=self.native_fp8)
+    def paged(self, cache: LayerCache) -> PagedKV:
+        return paged_kv(cache.kv, cache.scales, cache.k_scale, cache.v_scale, self.native_fp8)
 
-    def takes(self, q: torch.Tensor, cache: torch.Tensor) -> bool:
-        return refusal(self.family, q.shape[2], q.element_size(), cache.element_size()) is None
+    def takes(self, q: torch.Tensor, cache: LayerCache) -> bool:
+        return refusal(self.family, q.shape[2], q.element_size(), cache.kv.element_size()) is None
 
-    def ragged_tile(self, q: torch.Tensor, cache: torch.Tensor) -> Tile:
-        return ragged_tile(self.family, q.shape[2], q.element_size(), cache.element_size())
+    def ragged_tile(self, q: torch.Tensor, cache: LayerCache) -> Tile:
+        return ragged_tile(self.family, q.shape[2], q.element_size(), cache.kv.element_size())
 
-    def wants(self, q: torch.Tensor, cache: torch.Tensor, view: View) -> tuple[str, ...]:
+    def wants(self, q: torch.Tensor, cache: LayerCache, view: View) -> tuple[str, ...]:
         if view.decode:
             return ()
-        return (f"tiles.{attention_ragged.tokens_per_tile(self.ragged_tile(q, cache), q.shape[1], cache.shape[3])}",)
+        return (f"tiles.{attention_ragged.tokens_per_tile(self.ragged_tile(q, cache), q.shape[1], cache.kv_heads)}",)
 
     def plan(self, view: View, name: str) -> np.ndarray:
         host, each = view.host, int(name.removeprefix("tiles."))
@@ -52,15 +53,15 @@ class Attention:
     def prepare(self, view: View) -> None:
         """Nothing: all that a step needs was fed."""
 
-    def attend(self, q: torch.Tensor, cache: torch.Tensor, view: View, spec: AttentionSpec) -> torch.Tensor:
+    def attend(self, q: torch.Tensor, cache: LayerCache, view: View, spec: AttentionSpec) -> torch.Tensor:
         pages, lengths = view.fed["pages"], view.fed["lengths"]
         case = {"scale": spec.scale, "window": spec.window, "softcap": spec.softcap}
         if not view.decode:
             (name,) = self.wants(q, cache, view)
             return attention_ragged.ragged_attention(q, self.paged(cache), pages, lengths, view.fed["starts"],
                                                      view.fed[name], tile=self.ragged_tile(q, cache), **case)[0]
-        rows, kv_heads = len(lengths), cache.shape[3]
-        tile = decode_tile(self.family, q.shape[1] // kv_heads, 1, q.shape[2], cache.element_size())
+        rows, kv_heads = len(lengths), cache.kv_heads
+        tile = decode_tile(self.family, q.shape[1] // kv_heads, 1, q.shape[2], cache.kv.element_size())
         splits = attention_decode.plan_splits(rows, kv_heads, pages.shape[1], view.page_size, self.processors)
         tokens, q = len(q), q[:rows]
         if len(q) < rows:  # fewer tokens than rows: the last rows are padding
@@ -82,17 +83,17 @@ class TritonKernels(Kernels):
         self.backends = (Attention(device), Composed())
         self.frequencies: dict[RopeSpec, torch.Tensor] = {}
 
-    def takes(self, backend: Backend, q: torch.Tensor, cache: torch.Tensor, spec: AttentionSpec) -> bool:
+    def takes(self, backend: Backend, q: torch.Tensor, cache: LayerCache, spec: AttentionSpec) -> bool:
         return not isinstance(backend, Attention) or backend.takes(q, cache)
 
     def load(self, raws: Sequence[RawTensor], spec: WeightSpec, dtype: str) -> Leaf | Kept:
         return load_weight(raws, spec, dtype, self.device, self.policy)
 
-    def write(self, cache: torch.Tensor, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    def write(self, cache: LayerCache, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         kv_write.write_kv(k, v, slots, self.backends[0].paged(cache))
 
     def rope_write(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
-                   cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+                   cache: LayerCache, slots: torch.Tensor) -> torch.Tensor:
         return kv_write.rope_write(q, k, v, cos, sin, slots, self.backends[0].paged(cache))
 
     def rms_norm(self, x: torch.Tensor, weight: Vector, eps: float) -> torch.Tensor:

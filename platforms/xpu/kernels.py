@@ -14,6 +14,7 @@ import torch
 
 from ...core.platform import AttentionSpec, MoESpec, RawTensor, RopeSpec, Sampling, WeightSpec
 from ..accelerator.attention import Backend
+from ..accelerator.cache import LayerCache
 from ..accelerator.device import Device
 from ..accelerator.kernels import Kernels
 from ..accelerator.quant import Dense, Experts, Leaf, Vector
@@ -76,7 +77,7 @@ class XpuKernels(Kernels):
             "attention": " or ".join(backend.name for backend in self.backends), "operators": self.about,
             "called": ", ".join(self.operators) or "none", "below them": below}
 
-    def takes(self, backend: Backend, q: torch.Tensor, cache: torch.Tensor, spec: AttentionSpec) -> bool:
+    def takes(self, backend: Backend, q: torch.Tensor, cache: LayerCache, spec: AttentionSpec) -> bool:
         if isinstance(backend, PagedAttention):
             return backend.takes(q, cache, spec)
         return self.rest.takes(backend, q, cache, spec)
@@ -104,15 +105,15 @@ class XpuKernels(Kernels):
             return None
         return Experts(Grouped(values.transpose(1, 2).contiguous()))
 
-    def write(self, cache: torch.Tensor, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    def write(self, cache: LayerCache, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         write = self.operators.get("reshape_and_cache_flash")
-        if write is None or self.fuses_rope or k.dtype not in DTYPES or cache.dtype != k.dtype:
+        if write is None or self.fuses_rope or k.dtype not in DTYPES or cache.kv.dtype != k.dtype:
             return self.rest.write(cache, slots, k, v)
-        write(key=k.contiguous(), value=v.contiguous(), key_cache=cache[:, 0], value_cache=cache[:, 1],
+        write(key=k.contiguous(), value=v.contiguous(), key_cache=cache.kv[:, 0], value_cache=cache.kv[:, 1],
               slot_mapping=slots.long(), kv_cache_dtype="auto", k_scale=self.one, v_scale=self.one)
 
     def rope_write(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
-                   cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+                   cache: LayerCache, slots: torch.Tensor) -> torch.Tensor:
         return self.rest.rope_write(q, k, v, cos, sin, cache, slots)
 
     def rms_norm(self, x: torch.Tensor, weight: Vector, eps: float) -> torch.Tensor:

@@ -32,6 +32,7 @@ class Shape:
     scale: float = 1.0  # of the queries
     kv: str = ""        # dtype of K and V where it is another than the computation's
     size: float = 1.0   # of K and V
+    scales: tuple[float, float] = (1.0, 1.0)  # of K and V as they are kept
 
 
 def growth(page: int) -> dict[int, tuple[int, int, int]]:
@@ -138,7 +139,8 @@ def build(shape: Shape, specs: list[AttentionSpec], dtype: str, padding: tuple[i
         count, real = len(batch.tokens), sum(new.values())
         q = normal(rng, (count, shape.heads, shape.dim), dtype, shape.scale)
         k, v = (normal(rng, (count, shape.kv_heads, shape.dim), dtype, shape.size).clip(-6e4, 6e4) for _ in "kv")
-        left_k, left_v = (kept(part, shape.kv or dtype) for part in (k, v))
+        left_k, left_v = (scale * kept(part / scale, shape.kv or dtype)
+                          for part, scale in zip((k, v), shape.scales, strict=True))
         expected = np.zeros((real, shape.heads, shape.dim))
         for token in range(real):
             seq = int(batch.seqs[batch.rows[token]])
@@ -150,7 +152,7 @@ def build(shape: Shape, specs: list[AttentionSpec], dtype: str, padding: tuple[i
             k[real:], v[real:] = np.nan, np.nan  # page 0 is never read by a real row
         steps.append(Step(forward, inputs.add(batch, q, k, v), expected, real, hook))
         before = {seq: before[seq] + new[seq] for seq in plan}
-    layers = (LayerState(shape.kv_heads, shape.dim),) * LAYERS
+    layers = tuple(LayerState(shape.kv_heads, shape.dim, *scales) for scales in (shape.scales, shape.scales[::-1]))
     spec = StateSpec(layers, shape.kv or dtype, page, len(plan) + 1)
     return Run(inputs.weights(), steps, spec, 2 * total if move else total)
 
@@ -218,7 +220,8 @@ def attention_cases(dtype: str) -> Iterator[OpCase]:
 
 
 def kv_cases(dtype: str, kv: str) -> Iterator[OpCase]:
-    """K and V kept in another dtype than is computed in. beyond_range: values larger than it holds, small scores."""
+    """K and V kept in another dtype than is computed in. beyond_range: values larger than it holds, small scores.
+    scaled: values that are nothing in it unless they are divided by their scale."""
     nmse = kv_nmse(dtype, kv)
     yield case(f"copied_pages,kv_{kv}", Shape(4, 2, 32, 16, kv=kv), dtype, move=copied, nmse=nmse)
     yield case(f"exported_pages,kv_{kv}", Shape(4, 2, 32, 4, kv=kv), dtype, move=exported, nmse=nmse,
@@ -226,3 +229,7 @@ def kv_cases(dtype: str, kv: str) -> Iterator[OpCase]:
     if kv in SMALL and not (dtype == "f16" and 2 * SMALL[kv][2] > 65504):  # a difference of two layers must fit
         size = SMALL[kv][2] / 3
         yield case(f"beyond_range,kv_{kv}", Shape(4, 2, 32, 16, kv=kv, size=size), dtype, factor=1 / size, nmse=nmse)
+    if kv in SMALL and not (dtype == "f16" and SMALL[kv][1] < -6):  # which has no more digits there
+        size = 2.0 ** (SMALL[kv][1] - SMALL[kv][0] - 1)
+        yield case(f"scaled,kv_{kv}", Shape(4, 2, 32, 16, kv=kv, size=size, scales=(0.4 * size, 0.7 * size)), dtype,
+                   factor=1 / size, nmse=nmse, features=("kv_scales",))

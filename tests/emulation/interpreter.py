@@ -4,8 +4,8 @@
     interpret()  # before a module with kernels is imported
 
 Of itself the interpreter (3.7 to 3.9) multiplies the bit patterns of bf16 in `tl.dot` and in all arithmetic, cuts
-instead of rounding when it casts to bf16, and rounds fp8 wrongly. Here `tl.dot` and casts are right, and other
-arithmetic on bf16 or fp8 is refused: a kernel says `.to(tl.float32)` first.
+instead of rounding when it casts to bf16, takes integers for the bit patterns of bf16, and rounds fp8 wrongly. Here
+`tl.dot` and casts are right, and other arithmetic on bf16 or fp8 is refused: a kernel says `.to(tl.float32)` first.
 """
 from __future__ import annotations
 
@@ -85,7 +85,16 @@ def _correct() -> None:
         _refuse_narrow(arg)
         return unary(self, arg, op)
 
+    cast = builder.cast_impl
+
+    def create_int_to_fp(self: Any, src: Any, dst_type: Any) -> Any:
+        if not _narrow(dst_type):
+            return cast(self, src, dst_type)
+        wide = np.asarray(src.data).astype(np.float32)
+        return interpreter.TensorHandle(_convert(wide, tl.float32, dst_type.scalar, None), dst_type.scalar)
+
     builder.create_dot, builder.binary_op, builder.unary_op = create_dot, binary_op, unary_op
+    builder.create_si_to_fp = builder.create_ui_to_fp = create_int_to_fp
     for kind in (interpreter.ReduceOps, interpreter.ScanOps):
         _refuse_in(kind)
     _know_fnuz(interpreter)

@@ -53,6 +53,15 @@ def test_casts_round_to_nearest_even(dtype):
     assert torch.equal(back, y.float())
 
 
+@pytest.mark.parametrize("source", [torch.int8, torch.uint8, torch.int32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_integers_become_floats_by_value(source, dtype):
+    x = torch.arange(-64 if source.is_signed else 64, 64 if source.is_signed else 192, dtype=source, device=DEVICE)
+    y = torch.empty(128, dtype=dtype, device=DEVICE)
+    launch(cast_kernel, (1,), x, y, BLOCK=128)
+    assert torch.equal(y, x.to(dtype))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_dot_multiplies_values_and_not_bit_patterns(dtype):
     torch.manual_seed(1)

@@ -83,14 +83,14 @@ class Wrapper:
             heads=heads, kv_heads=kv_heads, dim=dim, page_size=page_size, scale=scale, window=more["window_left"],
             cap=more["logits_soft_cap"] or 0.0, dtype=more["q_data_type"], kv_dtype=more["kv_data_type"])
 
-    def _run(self, q: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
+    def _run(self, q: torch.Tensor, cache: torch.Tensor, k_scale: float | None, v_scale: float | None) -> torch.Tensor:
         plan = self.numbers
         check(plan is not None, "run() before plan()")
         check(q.dtype == plan.dtype and cache.dtype == plan.kv_dtype, "The dtype of q or k does not match the plan's")
         check(tuple(q.shape[1:]) == (plan.heads, plan.dim) and q.stride(-1) == 1, "q")
         check(tuple(cache.shape[1:]) == (2, plan.page_size, plan.kv_heads, plan.dim), "paged_kv_cache in NHD")
         out = torch.empty_like(q)
-        launch(KERNEL, (1,), plan, q, cache, out, *self.buffers)
+        launch(KERNEL, (1,), plan, q, cache, out, *self.buffers, k_scale=k_scale or 1.0, v_scale=v_scale or 1.0)
         return out
 
 
@@ -111,9 +111,10 @@ class Decode(Wrapper):
         self._store(indptr, indices, last_page_len)
         self._plan(indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size, **more)
 
-    def run(self, q: torch.Tensor, paged_kv_cache: torch.Tensor) -> torch.Tensor:
+    def run(self, q: torch.Tensor, paged_kv_cache: torch.Tensor, k_scale: float | None = None,
+            v_scale: float | None = None) -> torch.Tensor:
         check(len(q) == len(self.buffers[2]), "q implies another q_len_per_req than was planned")
-        return self._run(q, paged_kv_cache)
+        return self._run(q, paged_kv_cache, k_scale, v_scale)
 
 
 class Prefill(Wrapper):
@@ -130,10 +131,11 @@ class Prefill(Wrapper):
         self._plan(paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, num_qo_heads, num_kv_heads, head_dim_qk,
                    page_size, **more)
 
-    def run(self, q: torch.Tensor, paged_kv_cache: torch.Tensor) -> torch.Tensor:
+    def run(self, q: torch.Tensor, paged_kv_cache: torch.Tensor, k_scale: float | None = None,
+            v_scale: float | None = None) -> torch.Tensor:
         check(len(q) == self.tokens, f"q.shape[0] ({len(q)}) does not match qo_indptr[-1] ({self.tokens})")
         check(_get_current_dispatch_mode() is None, "a prefill's wrapper has no buffers for a graph")
-        return self._run(q, paged_kv_cache)
+        return self._run(q, paged_kv_cache, k_scale, v_scale)
 
 
 class Kernel:
@@ -147,7 +149,8 @@ KERNEL = Kernel()
 
 
 def attend(plan: Any, q: torch.Tensor, cache: torch.Tensor, out: torch.Tensor, indptr: torch.Tensor,
-           indices: torch.Tensor, last: torch.Tensor, starts: torch.Tensor | None = None) -> None:
+           indices: torch.Tensor, last: torch.Tensor, starts: torch.Tensor | None = None, *, k_scale: float,
+           v_scale: float) -> None:
     """Row by row in float32; a query at position p sees keys from p - window on, both included, as FlashInfer says."""
     starts = torch.arange(len(last) + 1) if starts is None else starts
     for row in range(len(last)):
@@ -156,11 +159,11 @@ def attend(plan: Any, q: torch.Tensor, cache: torch.Tensor, out: torch.Tensor, i
         some = q[starts[row]:starts[row + 1]].float()
         k, v = (part.flatten(0, 1)[:length].float().repeat_interleave(plan.heads // plan.kv_heads, 1)
                 for part in cache[pages].unbind(1))
-        scores = torch.einsum("qhd,khd->hqk", some, k) * plan.scale
+        scores = torch.einsum("qhd,khd->hqk", some, k) * plan.scale * k_scale
         if plan.cap > 0:
             scores = plan.cap * torch.tanh(scores / plan.cap)
         at = torch.arange(length - len(some), length)[:, None]
         keys = torch.arange(length)
         seen = (keys <= at) & ((keys >= at - plan.window) | (plan.window < 0))
         weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
-        out[starts[row]:starts[row + 1]] = torch.einsum("hqk,khd->qhd", weights, v).to(out.dtype)
+        out[starts[row]:starts[row + 1]] = (torch.einsum("hqk,khd->qhd", weights, v) * v_scale).to(out.dtype)
