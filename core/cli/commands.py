@@ -49,6 +49,11 @@ unexpected pass, wrong, error. Ctrl-C and SIGTERM print what was done. The exit 
 or the report cannot be written. The platform runs in a process of its own: what ends
 that early is named, and is no success."""
 
+RERUN = """\
+The scheduler and the cache get the recorded requests, times and results, and decide again;
+every plan and every page written must be as recorded. A recording made on any platform is
+run on the null platform, which checks the batches. It holds prompts: private data."""
+
 ENGINE = ("model", "platform", "cache", "scheduler")
 ONE_USER = ("model", "revision", "dtype", "max_model_len", "chat_template", "platform", "platform_option",
             "kv_cache_memory")
@@ -77,5 +82,8 @@ COMMANDS = {c.name: c for c in (
         "isthmus conformance --list --only 'sample[top_*'"), notes=(CONFORMANCE,)),
     Command("explain", "print every setting, who set it and what follows from it", (*ENGINE, "server"), (
         "isthmus explain --config server.yaml", "isthmus explain --platform cpu --json"), "[MODEL] [options]", (FILE,)),
+    Command("rerun", "run a recording of `serve --record` again, without its model and hardware", (), (
+        "isthmus rerun steps.rec", "isthmus rerun steps.rec --until 4711", "isthmus rerun steps.rec --bisect",
+        "isthmus rerun steps.rec --against other.rec"), "FILE [options]", (RERUN,)),
     Command("version", "print the version"),
 )}

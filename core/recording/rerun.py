@@ -34,7 +34,7 @@ from .entries import (
     planned,
     unpack_result,
 )
-from .file import Header, Recording
+from .file import Header, Recording, RecordingError
 
 DEVICE = "null"  # the platform that needs no device
 COARSE = 64      # looks at the ledger over the whole recording; between two of them it is looked at after every step
@@ -58,13 +58,15 @@ class StepFailed(Exception):
 
 @dataclass
 class Outcome:
-    """What a rerun came to. broken: the first thing that is wrong, at step `step`; "" when all is as recorded."""
+    """What a rerun came to. broken: the first thing that is wrong, at step `step`; "" when all is as recorded.
+    cut: the recording's last frame was being written when the process ended."""
 
     steps: int
     entries: int
     broken: str = ""
     step: int = 0
     stats: dict[str, Any] | None = None
+    cut: bool = False
 
 
 class Script:
@@ -73,8 +75,10 @@ class Script:
 
     def __init__(self, entries: Iterator[Entry]):
         self._entries = entries
-        self._next: Entry | None = next(entries, None)
         self.step = self.count = 0
+        self.error: RecordingError | None = None  # what ends the recording before its end
+        self._next: Entry | None = None
+        self._advance()
 
     def call(self) -> Entry | None:
         """The call that comes next; None at the end."""
@@ -131,9 +135,15 @@ class Script:
             raise _Cut
         if not isinstance(entry, kind):
             raise Difference(self.step, f"recorded is {entry}; the engine now asks for {kind}")
-        self._next = next(self._entries, None)
+        self._advance()
         self.count += 1
         return entry
+
+    def _advance(self) -> None:
+        try:
+            self._next = next(self._entries, None)
+        except RecordingError as error:  # which the engine must not take for the device's
+            self._next, self.error = None, error
 
     def _same(self, entry: Entry) -> None:
         recorded = self._next
@@ -200,7 +210,7 @@ class Rerun:
     def go(self, until: int | None = None, look: Callable[[int], None] | None = None) -> None:
         """Carry out calls until the recording ends or step `until` is launched; `look(step)` after each step.
 
-        Raises `Difference`.
+        Raises `Difference`, and `RecordingError` where the recording is broken.
         """
         try:
             while (call := self.script.call()) is not None and (until is None or self.script.step < until):
@@ -210,6 +220,8 @@ class Rerun:
                     look(self.script.step)
         except _Cut:
             pass
+        if self.script.error:
+            raise self.script.error
 
     def verify(self) -> str:
         """What is wrong with the ledger; "" when nothing is."""
@@ -250,7 +262,7 @@ def rerun(path: Path, until: int | None = None, check: bool = True, verify: bool
         except Difference as difference:
             outcome.broken, outcome.step = difference.what, difference.step
         if run is not None:
-            outcome.steps, outcome.entries = run.script.step, run.script.count
+            outcome.steps, outcome.entries, outcome.cut = run.script.step, run.script.count, recording.cut
             run.platform.close()
         return outcome
 
