@@ -17,7 +17,7 @@ from .config import Config
 from .contract import check_ops
 from .discovery import told
 from .env import debug_level
-from .errors import CheckpointError
+from .errors import CheckpointError, ConfigError
 from .manifests import missing_features
 from .messages import FinishReason, SamplingParams, Submit, TokenOutput, pack_ids
 from .plan import Batch, Out
@@ -308,6 +308,8 @@ def _open_publisher(config: Config, owner: EngineCore) -> Any:
     """The stream of cache events, if one is asked for: before the model loads, so that a taken address is told soon. It
     ends with its owner at the latest."""
     if config.cache.kv_events is None:
+        if config.cache.kv_events_replay is not None:
+            raise ConfigError("--kv-events-replay answers who follows the events, so it needs --kv-events too")
         return None
     from .cache.publisher import Publisher  # with sockets, which nobody else needs here
     publisher = Publisher(config.cache)

@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 KEPT_BATCHES, KEPT_BYTES = 10_000, 64 * 2**20  # for replay
 SEND_QUEUE = 100_000  # batches that wait for one slow subscriber; it misses what comes beyond
 ANEW_S = 10.0         # between two times that everything is told anew
+LINGER_MS = 200       # how long what was sent may take to leave at the end
+STOP = "inproc://stop"
 END = (-1).to_bytes(8, "big", signed=True)
 
 
@@ -110,9 +112,12 @@ class Publisher:
         self._kept = Kept()
         self._anew = threading.Event()
         self._next_anew = 0.0
+        self._events: CacheEvents | None = None
         self._encode = msgspec.msgpack.Encoder().encode
         self._context = zmq.Context()
         self._socket = self._bind(zmq.PUB, settings.kv_events, "--kv-events")
+        self._stop = self._context.socket(zmq.PAIR)
+        self._stop.bind(STOP)
         self._thread: threading.Thread | None = None
         if settings.kv_events_replay is not None:
             router = self._bind(zmq.ROUTER, settings.kv_events_replay, "--kv-events-replay")
@@ -125,7 +130,9 @@ class Publisher:
         self._events = cache.tree.listener = CacheEvents(cache.pool.total, cache.page_size)
 
     def publish(self) -> None:
-        """Send what happened since the last call, if anything did."""
+        """Send what happened since the last call, if anything did; nothing before there is a cache."""
+        if self._events is None:
+            return
         if self._anew.is_set() and time.monotonic() >= self._next_anew:
             self._anew.clear()
             self._next_anew = time.monotonic() + ANEW_S
@@ -140,10 +147,12 @@ class Publisher:
 
     def close(self) -> None:
         """Stop; what was sent may still reach its subscribers for a moment. May be called twice."""
-        self._socket.close(linger=200)
-        self._context.destroy(linger=200)  # the replay thread ends with it
+        if self._context.closed:
+            return
         if self._thread is not None:
-            self._thread.join(timeout=2)
+            self._stop.send(b"")
+            self._thread.join()
+        self._context.destroy(LINGER_MS)
 
     def _bind(self, kind: int, endpoint: str, flag: str) -> zmq.Socket:
         socket = self._context.socket(kind)
@@ -160,23 +169,25 @@ class Publisher:
         return socket
 
     def _replay(self, router: zmq.Socket) -> None:
-        """In a thread of its own: answer requests until the context ends."""
-        try:
-            while True:
-                *envelope, start = router.recv_multipart()
-                if len(envelope) not in (1, 2) or len(start) != 8:
-                    continue  # not of this protocol
-                batches, lost = self._kept.since(int.from_bytes(start, "big"))
-                if lost:
-                    self._anew.set()
-                for sequence, payload in batches:
-                    router.send_multipart([*envelope, sequence.to_bytes(8, "big"), payload])
-                router.send_multipart([*envelope, END, b""])
-        except zmq.ContextTerminated:
-            router.close(linger=0)
-        except zmq.ZMQError as error:  # the socket was closed under this thread
-            if error.errno != zmq.ENOTSOCK:
-                raise
+        """In a thread of its own, with sockets of its own: answer requests until it is told to stop."""
+        with router, self._context.socket(zmq.PAIR) as stop:
+            stop.connect(STOP)
+            poller = zmq.Poller()
+            poller.register(router, zmq.POLLIN)
+            poller.register(stop, zmq.POLLIN)
+            while stop not in dict(poller.poll()):
+                self._answer(router)
+
+    def _answer(self, router: zmq.Socket) -> None:
+        *envelope, start = router.recv_multipart()
+        if len(envelope) not in (1, 2) or len(start) != 8:
+            return  # not of this protocol
+        batches, lost = self._kept.since(int.from_bytes(start, "big"))
+        if lost:
+            self._anew.set()
+        for sequence, payload in batches:
+            router.send_multipart([*envelope, sequence.to_bytes(8, "big"), payload])
+        router.send_multipart([*envelope, END, b""])
 
 
 def is_local(endpoint: str) -> bool:
