@@ -5,27 +5,38 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...core.platform import AttentionSpec, Batch
+from ...core.platform import AttentionSpec, Batch, LayerState, StateSpec
+from .kept import Kept, allocate
 
 
 @dataclass(frozen=True)
 class LayerCache:
     """K and V of one layer, each [pages, page_size, kv_heads, head_dim]."""
 
-    k: np.ndarray
-    v: np.ndarray
+    k: Kept
+    v: Kept
+
+    @classmethod
+    def allocate(cls, spec: StateSpec, layer: LayerState, pages: int) -> LayerCache:
+        shape = pages, spec.page_size, layer.kv_heads, layer.head_dim
+        return cls(allocate(spec.dtype, shape, layer.k_scale), allocate(spec.dtype, shape, layer.v_scale))
+
+    @property
+    def parts(self) -> tuple[np.ndarray, ...]:
+        """All memory, pages first: K's, then V's."""
+        return self.k.parts + self.v.parts
 
     def write(self, slots: np.ndarray, k: np.ndarray, v: np.ndarray) -> None:
         """Put k and v [T, kv_heads, d] at slots [T]; slot = page * page_size + offset."""
-        pages, offsets = np.divmod(slots, self.k.shape[1])
-        self.k[pages, offsets] = k
-        self.v[pages, offsets] = v
+        at = np.divmod(slots, self.parts[0].shape[1])
+        self.k.put(at, k)
+        self.v.put(at, v)
 
     def read(self, pages: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
         """The first `length` tokens of a row with this page table: k and v [length, kv_heads, d] in float64."""
-        used = pages[:-(-length // self.k.shape[1])]
-        k, v = (part[used].reshape(-1, *part.shape[2:])[:length] for part in (self.k, self.v))
-        return k.astype(np.float64), v.astype(np.float64)
+        used = pages[:-(-length // self.parts[0].shape[1])]
+        k, v = (np.concatenate(kept.get(used))[:length] for kept in (self.k, self.v))
+        return k, v
 
 
 def paged_attention(q: np.ndarray, cache: LayerCache, batch: Batch, spec: AttentionSpec) -> np.ndarray:

@@ -26,6 +26,7 @@ from ..expand import CODECS
 from ..options import check_options
 from .attention import LayerCache
 from .graph import EagerStep
+from .kept import KV_DTYPES
 from .ops import Ops, State
 from .quant import DTYPES, KEPT, Leaf, load_weight
 
@@ -46,7 +47,7 @@ class Platform:
         total, free = self.memory()
         return Manifest(
             name="reference", device=machine.processor() or machine.machine(), interface=INTERFACE_VERSION,
-            compute_dtypes=tuple(DTYPES), kv_dtypes=tuple(DTYPES), formats=KEPT, page_sizes=(16, 1, 4, 8, 32, 64),
+            compute_dtypes=tuple(DTYPES), kv_dtypes=KV_DTYPES, formats=KEPT, page_sizes=(16, 1, 4, 8, 32, 64),
             buckets=None, memory_total=total, memory_free=free, features=frozenset(FEATURES), determinism="T1",
             details={"numpy": np.__version__})
 
@@ -66,10 +67,9 @@ class Platform:
         return str(weight)
 
     def alloc(self, spec: StateSpec, pages: int) -> State:
-        if spec.dtype not in DTYPES:
-            raise Unsupported(f"K and V in {spec.dtype!r}: the reference keeps {' or '.join(DTYPES)}")
-        shapes = [(pages, spec.page_size, layer.kv_heads, layer.head_dim) for layer in spec.layers]
-        caches = (LayerCache(*(np.zeros(shape, DTYPES[spec.dtype]) for _ in "kv")) for shape in shapes)
+        if spec.dtype not in KV_DTYPES:
+            raise Unsupported(f"K and V in {spec.dtype!r}: the reference keeps {', '.join(KV_DTYPES)}")
+        caches = (LayerCache.allocate(spec, layer, pages) for layer in spec.layers)
         return State(spec, tuple(caches), np.zeros(spec.seqs, np.int32))
 
     def compile(self, forward: Callable[[Ops, Any, Batch], Any], weights: Any, bucket: Bucket | None) -> EagerStep:
@@ -77,13 +77,13 @@ class Platform:
 
     def copy_pages(self, state: State, src: Sequence[int], dst: Sequence[int]) -> State:
         for cache in state.layers:
-            for part in (cache.k, cache.v):
+            for part in cache.parts:
                 part[list(dst)] = part[list(src)]
         return state
 
     def export_pages(self, state: State, pages: Sequence[int]) -> bytes:
-        """K, then V, of these pages, layer after layer."""
-        return b"".join(part[list(pages)].tobytes() for cache in state.layers for part in (cache.k, cache.v))
+        """K, then V, of these pages, layer after layer; in int8 each with its scales behind."""
+        return b"".join(part[list(pages)].tobytes() for cache in state.layers for part in cache.parts)
 
     def import_pages(self, state: State, pages: Sequence[int], data: bytes) -> State:
         """Fill `pages` with what `export_pages` gave for as many. Raises `ValueError` for another number of bytes."""
@@ -92,7 +92,7 @@ class Platform:
             raise ValueError(f"{len(pages)} pages take {expected} bytes, not {len(data)}")
         start = 0
         for cache in state.layers:
-            for part in (cache.k, cache.v):
+            for part in cache.parts:
                 shape = (len(pages), *part.shape[1:])
                 part[list(pages)] = np.frombuffer(data, part.dtype, np.prod(shape), start).reshape(shape)
                 start += len(pages) * part[0].nbytes
