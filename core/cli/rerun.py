@@ -14,7 +14,7 @@ SHOWN = ("running", "waiting", "pages_total", "pages_free", "pages_cached", "pag
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", type=Path, metavar="FILE", help="what `isthmus serve --record FILE` wrote")
+    parser.add_argument("file", type=Path, nargs="?", metavar="FILE", help="what `isthmus serve --record FILE` wrote")
     parser.add_argument("--until", type=int, metavar="STEP", help="stop when this step is launched, and tell the state")
     parser.add_argument("--verify", action="store_true", help="prove the ledger of pages after every step (slow)")
     parser.add_argument("--bisect", action="store_true", help="find the first step after which the ledger is broken")
@@ -27,6 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, resolved: Any) -> int:
     """0 when all is as recorded, 1 when something differs or is broken; the first such thing is told."""
     from ..recording.rerun import against, bisect, rerun
+    if arguments.file is None:
+        raise ConfigError("which recording? `isthmus rerun FILE` takes what `isthmus serve --record FILE` wrote")
     if arguments.until is not None and arguments.until < 1:
         raise ConfigError(f"--until {arguments.until}: steps count from 1")
     if arguments.bisect and (arguments.against or arguments.until or arguments.verify):

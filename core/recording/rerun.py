@@ -6,7 +6,7 @@ recording was made on, and the results are the recorded ones.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -195,6 +195,7 @@ def make_engine(header: Header, script: Script, platform: Any) -> EngineCore:
     loaded = Loaded(platform, header.manifest, header.reason, Path(header.path), model, header.dtype, header.sizes,
                     header.overlap, {}, ())
     config = msgspec.convert(header.config, Config)
+    config = replace(config, cache=replace(config.cache, kv_events=None))  # nobody follows a rerun
     return EngineCore(config, loaded=loaded, recorder=script)
 
 
