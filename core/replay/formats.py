@@ -1,0 +1,220 @@
+"""Trace files: Mooncake and plain JSONL, Azure CSV, the binary form, and turn lengths of conversations."""
+from __future__ import annotations
+
+import csv
+import io
+import json
+import struct
+from collections.abc import Callable, Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .trace import Trace, TraceError, make_trace
+
+Row = tuple[float, int, int, object, Any, bool]
+
+MAGIC = 0x4B56
+MAX_BYTES = 4 << 30
+BLOCK = 16                                # tokens in a block where a trace gives tokens or texts
+BLOCKS = (512, 16, 64, 32, 128, 256, 1)   # sizes that are tried where a trace gives hashes only
+TEXT_BYTES = 4                            # bytes of a text that count as a token
+RECORD = np.dtype([("arrival", "<f8"), ("space", "<i4"), ("inputs", "<i4"), ("blocks", "<i4")])
+_TIMES = ("arrival", "timestamp", "arrival_time", "time", "t")
+_TOKENS = ("prompt", "tokens", "token_ids", "prompt_token_ids", "input_ids", "text")
+_HASHES = ("hash_ids", "block_ids", "block_hashes", "blocks")
+_INPUTS = ("input_length", "input_tokens", "prompt_tokens", "context_tokens")
+_OUTPUTS = ("output_length", "output_tokens", "completion_tokens", "max_tokens", "generated_tokens")
+
+
+def read_trace(path: Path, block: int | None = None, seed: int = 0) -> Trace:
+    """The trace in a file, whatever its form. block: tokens in a block, where the file does not say it.
+
+    Raises `TraceError` that names the line and the field.
+    """
+    if not path.is_file():
+        raise TraceError(f"{path}: there is no such file")
+    if path.stat().st_size > MAX_BYTES:
+        raise TraceError(f"{path}: {path.stat().st_size} bytes, at most {MAX_BYTES} are read")
+    data = path.read_bytes()
+    if data[:4] == struct.pack("<i", MAGIC):
+        return _read_binary(path, data)
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise TraceError(f"{path}: neither a binary trace (its first four bytes are not 0x{MAGIC:x}) "
+                         f"nor UTF-8 text (byte {error.start})") from error
+    head = text.lstrip()[:1]
+    if head == "{":
+        return _read_jsonl(path, text, block, seed)
+    if head:
+        return _read_azure(path, text, block)
+    raise TraceError(f"{path}: the file is empty")
+
+
+def write_binary(trace: Trace, path: Path) -> None:
+    """The trace in the binary form: numbers of prefixes as ids. Output lengths and hints have no place in it."""
+    head = np.zeros(len(trace), RECORD)
+    head["arrival"], head["inputs"], head["blocks"] = trace.arrival, trace.inputs, np.diff(trace.starts)
+    with path.open("wb") as file:
+        file.write(struct.pack("<4i", MAGIC, len(trace), trace.block, 1))
+        file.write(head.tobytes() + trace.blocks.astype("<i8").tobytes())
+
+
+def write_jsonl(trace: Trace, path: Path) -> None:
+    """The trace as plain JSONL, which keeps all there is."""
+    with path.open("w", encoding="utf-8") as file:
+        for i in range(len(trace)):
+            row = {"arrival": round(float(trace.arrival[i]), 6), "input_tokens": int(trace.inputs[i]),
+                   "output_tokens": int(trace.outputs[i]), "block": trace.block, "blocks": trace.request(i).tolist()}
+            file.write(json.dumps(row | ({"ends": True} if trace.hinted[i] else {})) + "\n")
+
+
+def _read_binary(path: Path, data: bytes) -> Trace:
+    if len(data) < 16:
+        raise TraceError(f"{path}: {len(data)} bytes are no header of a binary trace, which has 16")
+    _, count, block, _ = struct.unpack("<4i", data[:16])
+    at = 16 + count * RECORD.itemsize
+    if count < 1 or block < 1 or at > len(data):
+        raise TraceError(f"{path}: the header says {count} requests in blocks of {block} tokens, "
+                         f"the file has {len(data)} bytes")
+    head = np.frombuffer(data, RECORD, count, 16)
+    starts = np.concatenate([[0], np.cumsum(head["blocks"], dtype=np.int64)])
+    if (head["blocks"] < 0).any() or (head["inputs"] < 0).any() or at + 8 * int(starts[-1]) != len(data):
+        raise TraceError(f"{path}: its requests have {int(starts[-1])} blocks, {len(data) - at} bytes of ids follow")
+    if not np.isfinite(head["arrival"]).all():
+        raise TraceError(f"{path}: request {int(np.flatnonzero(~np.isfinite(head['arrival']))[0])} has no time")
+    ids = np.frombuffer(data, "<i8", int(starts[-1]), at)
+    rows = ((float(h["arrival"]), int(h["inputs"]), 0, int(h["space"]), ids[starts[i]:starts[i + 1]].tolist(), False)
+            for i, h in enumerate(head))
+    return make_trace(path.name, block, rows)
+
+
+def _read_azure(path: Path, text: str, block: int | None) -> Trace:
+    """TIMESTAMP,ContextTokens,GeneratedTokens: lengths only, so that no two prompts share anything."""
+    reader = csv.DictReader(io.StringIO(text))
+    names = {name.strip().lower(): name for name in reader.fieldnames or ()}
+    lacking = [n for n in ("TIMESTAMP", "ContextTokens", "GeneratedTokens") if n.lower() not in names]
+    if lacking:
+        raise TraceError(f"{path}: neither JSON lines nor a CSV file with a column {lacking[0]}; "
+                         f"its first line is {text.splitlines()[0][:80]!r}")
+    size, number = block or BLOCK, 0
+    rows: list[Row] = []
+    for line, row in enumerate(reader, 2):
+        try:
+            at = row[names["timestamp"]].strip()
+            seconds = float(at) if at.replace(".", "", 1).isdigit() else datetime.fromisoformat(at[:26]).timestamp()
+            tokens, out = int(row[names["contexttokens"]]), int(row[names["generatedtokens"]])
+            if tokens < 0 or out < 0:
+                raise ValueError(f"{tokens} and {out} tokens")
+        except (ValueError, AttributeError, TypeError) as error:
+            raise TraceError(f"{path}: line {line}: {error}") from error
+        rows.append((seconds, tokens, out, "", range(number, number + tokens // size), False))
+        number += tokens // size
+    return make_trace(path.name, size, rows)
+
+
+def _read_jsonl(path: Path, text: str, block: int | None, seed: int) -> Trace:
+    rows = []
+    for line, part in enumerate(text.splitlines(), 1):
+        if part.strip():
+            try:
+                rows.append(json.loads(part))
+            except ValueError as error:
+                raise TraceError(f"{path}: line {line} is no JSON: {error}") from error
+            if not isinstance(rows[-1], dict):
+                raise TraceError(f"{path}: line {line} is no object: {part[:60]!r}")
+    if "turns" in rows[0]:
+        return _conversations(path, rows, block or BLOCK, seed)
+    if any(name in rows[0] for name in _HASHES):
+        size = block or _stated(rows) or _block_size(path, rows)
+        return make_trace(path.name, size, _each(path, rows, lambda row: _hashed(row, size)))
+    size = block or _stated(rows) or BLOCK
+    return make_trace(path.name, size, _each(path, rows, lambda row: _spelled(row, size)))
+
+
+def _each(path: Path, rows: list[dict], convert: Callable[[dict], Row]) -> Iterator[Row]:
+    for line, row in enumerate(rows, 1):
+        try:
+            yield convert(row)
+        except (KeyError, ValueError, TypeError) as error:
+            said = f"it has no field {error.args[0]}" if isinstance(error, KeyError) else str(error)
+            raise TraceError(f"{path}: request {line}: {said}") from error
+
+
+def _stated(rows: list[dict]) -> int | None:
+    size = rows[0].get("block", rows[0].get("block_size"))
+    return size if isinstance(size, int) and size > 0 else None
+
+
+def _block_size(path: Path, rows: list[dict]) -> int:
+    """The size at which every request's tokens fill its hashes, the last perhaps in part."""
+    for size in BLOCKS:
+        if all(-(-row.get("input_length", -1) // size) == len(row.get("hash_ids", ())) for row in rows[:1000]):
+            return size
+    raise TraceError(f"{path}: no usual block size ({', '.join(map(str, BLOCKS))} tokens) fits input_length and "
+                     "hash_ids: say it with --block-tokens")
+
+
+def _field(row: dict, names: tuple[str, ...], default: Any = None) -> Any:
+    for name in names:
+        if name in row:
+            return row[name]
+    if default is not None:
+        return default
+    raise KeyError(" or ".join(names))
+
+
+def _seconds(row: dict) -> float:
+    """Mooncake's `timestamp` is in milliseconds and stands beside `hash_ids` alone; all others are seconds."""
+    at = float(_field(row, _TIMES))
+    if not np.isfinite(at):
+        raise ValueError(f"the time is {at}")
+    return at / 1000 if "timestamp" in row and "hash_ids" in row and "chat_id" not in row else at
+
+
+def _count(value: Any, what: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**31:
+        raise ValueError(f"{what} is {value!r}, no number of tokens")
+    return value
+
+
+def _hashed(row: dict, size: int) -> Row:
+    hashes = _field(row, _HASHES)
+    tokens = _count(_field(row, _INPUTS, len(hashes) * size), "its input")
+    return (_seconds(row), tokens, _count(_field(row, _OUTPUTS, 1), "its output"), str(row.get("namespace", "")),
+            hashes[:tokens // size], bool(row.get("ends", False)))
+
+
+def _spelled(row: dict, size: int) -> Row:
+    """A prompt as token ids, or as text, of which four bytes count as a token."""
+    prompt = _field(row, _TOKENS)
+    if isinstance(prompt, str):
+        data, step = prompt.encode("utf-8", "surrogatepass"), size * TEXT_BYTES
+        tokens = -(-len(data) // TEXT_BYTES)
+    else:
+        data, step, tokens = np.array(prompt, np.int64).astype("<i4").tobytes(), size * 4, len(prompt)
+    ids = [data[i:i + step] for i in range(0, tokens // size * step, step)]
+    return (_seconds(row), tokens, _count(_field(row, _OUTPUTS, 1), "its output"), str(row.get("namespace", "")), ids,
+            bool(row.get("ends", False)))
+
+
+def _conversations(path: Path, rows: list[dict], size: int, seed: int) -> Trace:
+    """Lengths of turns become requests: conversations begin 1.4 a second, people think 45 s (both exponential).
+
+    A request holds all turns before it; four characters are a token; nothing is shared between conversations.
+    """
+    draw, begin, made = np.random.default_rng(seed), 0.0, []
+    for number, row in enumerate(rows):
+        begin += draw.exponential(1 / 1.4)
+        at, tokens = begin, 0
+        for i, (who, characters, *_) in enumerate(row["turns"]):
+            if who == "u":
+                reply = row["turns"][i + 1][1] if i + 1 < len(row["turns"]) else 0
+                total = -(-(tokens + characters) // 4)
+                made.append((at, total, -(-reply // 4), number, range(total // size), False))
+                at += draw.exponential(45.0)
+            tokens += characters
+    return make_trace(path.name, size, made)
