@@ -80,7 +80,21 @@ def load_model(checkpoint: Any, platform: Any, manifest: Manifest, dtype: str, s
     weights = placer.place(layout)
     weights.setdefault("head", weights["embed"])
     forward = partial(architecture.forward, rank)
-    return LoadedModel(forward, weights, config, rank.state_layers, placer.report(), placer.nbytes, dtype)
+    layers, told = _state_layers(rank, checkpoint, manifest)
+    return LoadedModel(forward, weights, config, layers, placer.report() + told, placer.nbytes, dtype)
+
+
+def _state_layers(config: ModelConfig, checkpoint: Any, manifest: Manifest) -> tuple[tuple[LayerState, ...], list[str]]:
+    """The layers' caches, with the checkpoint's scales of K and V where the platform uses them; and what to tell."""
+    scales = {layer: pair for layer, pair in checkpoint.kv_scales.items() if layer < config.layers}
+    if not scales:
+        return config.state_layers, []
+    told = f"scales of K and V in 8-bit floats (--kv-cache-dtype fp8) for {len(scales)} layers"
+    if "kv_scales" not in manifest.features:
+        return config.state_layers, [f"{told}: {manifest.name} does not use them"]
+    layers = tuple(replace(state, k_scale=scales.get(layer, (1.0, 1.0))[0], v_scale=scales.get(layer, (1.0, 1.0))[1])
+                   for layer, state in enumerate(config.state_layers))
+    return layers, [told]
 
 
 def read_config(checkpoint: Any) -> tuple[Architecture, ModelConfig]:

@@ -1,6 +1,7 @@
 """A model's files as one object: its configuration, and each tensor as mapped bytes under its canonical name."""
 from __future__ import annotations
 
+import math
 import mmap
 from collections import Counter
 from pathlib import Path
@@ -11,6 +12,7 @@ import numpy as np
 from ..errors import CheckpointError
 from ..quant import schemes
 from ..quant.formats import FORMATS, SAFETENSORS_TYPES, nbytes
+from ..quant.kv_scales import Scales, kv_scales
 from ..specs import RawTensor
 from . import gguf_config, mlx
 from .files import read_json
@@ -20,6 +22,7 @@ from .safetensors import INDEX, open_model
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 SIDECARS = ("mmproj", "mtp")  # GGUF files beside a model that are no model of their own
 MAX_EXPERTS = 4096
+MAX_SCALES = 1024  # of K or V in one layer: one for each head
 QUANTIZATION = ("quantization_config", "compression_config")  # the second in early files of compressed-tensors
 _FACTORS = "rope_freqs.weight"
 _EXPONENTS = {"f64": ("<u8", 0x7ff0 << 48), "f32": ("<u4", 0x7f80 << 16), "bf16": ("<u2", 0x7f80),
@@ -50,14 +53,16 @@ class Checkpoint:
     generation: generation_config.json, {} without one.
     metadata:   of a GGUF file, {} otherwise.
     norms_include_one: norm weights are stored as 1 + w.
+    kv_scales:  layer -> scales of K and of V in 8-bit floats, where it was calibrated for them.
     """
 
     def __init__(self, path: Path, kind: Literal["gguf", "safetensors"], config: dict[str, Any],
                  places: dict[str, Place], metadata: dict[str, Any] | None = None,
-                 generation: dict[str, Any] | None = None, norms_include_one: bool = False):
+                 generation: dict[str, Any] | None = None, norms_include_one: bool = False,
+                 kv_scales: Scales | None = None):
         self.path, self.kind, self.config, self._places = path, kind, config, places
         self.metadata, self.generation = metadata or {}, generation or {}
-        self.norms_include_one = norms_include_one
+        self.norms_include_one, self.kv_scales = norms_include_one, kv_scales or {}
 
     @property
     def names(self) -> frozenset[str]:
@@ -153,8 +158,9 @@ def _open_folder(folder: Path) -> Checkpoint:
         entry = file.tensors[name]
         place = Place(file.map, SAFETENSORS_TYPES[entry.dtype], entry.shape, file.base + entry.begin)
         places |= _apart(f"{folder}: tensor {name!r}", name, place)
-    places = _with_schemes(folder, config, places)
-    return Checkpoint(folder, "safetensors", config, places, generation=read_json(extra) if extra.is_file() else None)
+    scales = kv_scales(str(folder), places, lambda name: _floats(f"{folder}: {name}", places[name]))
+    return Checkpoint(folder, "safetensors", config, _with_schemes(folder, config, places), kv_scales=scales,
+                      generation=read_json(extra) if extra.is_file() else None)
 
 
 def _apart(where: str, name: str, place: Place) -> dict[str, Place]:
@@ -240,6 +246,16 @@ def _check_heads(where: str, shape: tuple[int, ...], dtype: str, heads: int) -> 
 
 def _raw(place: Place) -> RawTensor:
     return RawTensor(place.dtype, place.shape, _read(place), tuple(map(_raw, place.beside)))
+
+
+def _floats(where: str, place: Place) -> np.ndarray:
+    """The values of a small tensor, in float32."""
+    if place.dtype not in ("bf16", "f16", "f32") or not 0 < math.prod(place.shape) <= MAX_SCALES:
+        raise CheckpointError(f"{where} is {place.dtype} {list(place.shape)}; it must be f16, bf16 or f32, and 1 to "
+                              f"{MAX_SCALES} numbers")
+    if place.dtype == "bf16":
+        return (_read(place).view("<u2").astype(np.uint32) << 16).view(np.float32)
+    return _read(place).view({"f16": "<f2", "f32": "<f4"}[place.dtype]).astype(np.float32)
 
 
 def _read(place: Place) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Paged attention: the K and V memory of a layer, and how one step's tokens read it.
+"""Paged attention: how one step's tokens read the K and V memory of a layer.
 
 Decode rows (one token) are gathered and attended together, in groups of similar length. Prefill rows go one by one
 over their own pages, without a copy where the pages follow each other in memory. Query heads that share a KV head
@@ -9,55 +9,20 @@ context ends inside a vector, and then a token's result would depend on the cont
 """
 from __future__ import annotations
 
-import mmap
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
-from ...core.platform import AttentionSpec, Batch, LayerState
+from ...core.platform import AttentionSpec, Batch
+from .kept import LayerCache
 
-HUGE = 2 << 20  # bytes of a huge page
 QUERIES = 256   # queries of a soft-capped prefill whose scores are held at once
 LANES = 32      # positions that a context is filled up to a multiple of
 GROUP_WASTE = 1.25  # longest context of a decode group over its shortest
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-
-
-def huge_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Zeros, on huge pages where the system offers them: 4 KiB pages halve the read bandwidth of large buffers."""
-    nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-    if nbytes < HUGE or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.zeros(shape, dtype=dtype)
-    memory = mmap.mmap(-1, nbytes + HUGE)
-    try:
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    except OSError:
-        pass  # a kernel without transparent huge pages
-    whole = torch.frombuffer(memory, dtype=torch.uint8)
-    start = -whole.data_ptr() % HUGE
-    return whole[start:start + nbytes].view(dtype).view(shape)
-
-
-@dataclass(frozen=True)
-class LayerCache:
-    """K and V of one layer, side by side for each token: [pages, page_size, 2, kv_heads, head_dim]."""
-
-    pages: torch.Tensor
-    keys: torch.Tensor    # [slots, kv_heads, head_dim], a view
-    values: torch.Tensor  # as keys
-
-    @classmethod
-    def allocate(cls, pages: int, page_size: int, layer: LayerState, dtype: torch.dtype) -> LayerCache:
-        memory = huge_zeros((pages, page_size, 2, layer.kv_heads, layer.head_dim), dtype)
-        slots = memory.flatten(0, 1)
-        return cls(memory, slots[:, 0], slots[:, 1])
-
-    def write(self, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        self.keys.index_copy_(0, slots, k.to(self.keys.dtype))
-        self.values.index_copy_(0, slots, v.to(self.values.dtype))
 
 
 @dataclass
@@ -70,13 +35,14 @@ class DecodeGroup:
     masks: dict[torch.dtype, torch.Tensor] = field(default_factory=dict)
     buffer: torch.Tensor | None = None
 
-    def gather(self, cache: LayerCache) -> torch.Tensor:
+    def gather(self, cache: LayerCache, dtype: torch.dtype) -> torch.Tensor:
         """K and V of the group, [rows, context, 2, kv_heads, head_dim]; the memory is reused by the next layer."""
         tokens = cache.pages.flatten(0, 1)
         if self.buffer is None or self.buffer.shape[1:] != tokens.shape[1:]:
             self.buffer = torch.empty((len(self.slots), *tokens.shape[1:]), dtype=tokens.dtype)
         torch.index_select(tokens, 0, self.slots, out=self.buffer)
-        return self.buffer.view(len(self.hidden), -1, *tokens.shape[1:])
+        scales = None if cache.scales is None else cache.scales.flatten(0, 1)[self.slots]
+        return cache.values(self.buffer, scales, dtype).view(len(self.hidden), -1, *tokens.shape[1:])
 
 
 @dataclass
@@ -89,9 +55,11 @@ class PrefillRow:
     hidden: torch.Tensor | None  # [queries, filled context] bool; None = plainly causal
     masks: dict[torch.dtype, torch.Tensor] = field(default_factory=dict)
 
-    def read(self, cache: LayerCache) -> torch.Tensor:
+    def read(self, cache: LayerCache, dtype: torch.dtype) -> torch.Tensor:
         """K and V of the context, [filled context, 2, kv_heads, head_dim]."""
-        kv = cache.pages[self.pages].flatten(0, 1)[:self.context]
+        kept, scales = (None if part is None else part[self.pages].flatten(0, 1)[:self.context]
+                        for part in (cache.pages, cache.scales))
+        kv = cache.values(kept, scales, dtype)
         missing = filled(self.context) - self.context
         return torch.cat((kv, kv[-1:].expand(missing, -1, -1, -1))) if missing else kv
 
@@ -123,12 +91,12 @@ class AttentionPlan:
         return out
 
     def _decode(self, q: torch.Tensor, cache: LayerCache, spec: AttentionSpec, group: DecodeGroup) -> torch.Tensor:
-        kv = group.gather(cache).to(q.dtype).permute(2, 0, 3, 1, 4)  # [2, rows, kv_heads, context, d]
+        kv = group.gather(cache, q.dtype).permute(2, 0, 3, 1, 4)  # [2, rows, kv_heads, context, d]
         folded = q.view(len(q), kv.shape[2], -1, q.shape[2])
         return attend(folded, kv[0], kv[1], spec, group).reshape(q.shape)
 
     def _prefill(self, q: torch.Tensor, cache: LayerCache, spec: AttentionSpec, row: PrefillRow) -> torch.Tensor:
-        kv = row.read(cache).to(q.dtype).permute(1, 2, 0, 3)
+        kv = row.read(cache, q.dtype).permute(1, 2, 0, 3)
         kv_heads = kv.shape[1]
         folded = q.view(len(q), kv_heads, -1, q.shape[2]).permute(2, 1, 0, 3)  # [sharers, kv_heads, queries, d]
         k, v = kv[:, None].expand(2, len(folded), *kv.shape[1:])

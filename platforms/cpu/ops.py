@@ -8,7 +8,8 @@ import numpy as np
 import torch
 
 from ...core.platform import AttentionSpec, Batch, MoESpec, RopeSpec, StateSpec, StepResult
-from .attention import AttentionPlan, LayerCache
+from .attention import AttentionPlan
+from .kept import LayerCache
 from .moe import act_mul, moe
 from .quant import Dense, Experts, Int4Groups, Table, Vector
 from .sampling import sample
@@ -23,25 +24,28 @@ class State:
     last: torch.Tensor
 
     @classmethod
-    def allocate(cls, spec: StateSpec, pages: int, dtype: torch.dtype) -> State:
-        caches = tuple(LayerCache.allocate(pages, spec.page_size, layer, dtype) for layer in spec.layers)
+    def allocate(cls, spec: StateSpec, pages: int) -> State:
+        caches = tuple(LayerCache.allocate(pages, spec, layer) for layer in spec.layers)
         return cls(spec, caches, torch.zeros(spec.seqs, dtype=torch.int64))
 
     def copy_pages(self, src: Sequence[int], dst: Sequence[int]) -> None:
-        for cache in self.layers:
-            cache.pages[list(dst)] = cache.pages[list(src)]
+        for part in self._parts():
+            part[list(dst)] = part[list(src)]
 
     def export_pages(self, pages: Sequence[int]) -> bytes:
-        return b"".join(cache.pages[list(pages)].view(torch.uint8).numpy().tobytes() for cache in self.layers)
+        return b"".join(part[list(pages)].view(torch.uint8).numpy().tobytes() for part in self._parts())
 
     def import_pages(self, pages: Sequence[int], data: bytes) -> None:
         flat = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         start = 0
-        for cache in self.layers:
-            size = len(pages) * cache.pages[0].nbytes
-            part = flat[start:start + size].view(cache.pages.dtype)
-            cache.pages[list(pages)] = part.view(len(pages), *cache.pages.shape[1:])
+        for part in self._parts():
+            size = len(pages) * part[0].nbytes
+            part[list(pages)] = flat[start:start + size].view(part.dtype).view(len(pages), *part.shape[1:])
             start += size
+
+    def _parts(self) -> list[torch.Tensor]:
+        """All memory, each part with pages first."""
+        return [part for cache in self.layers for part in cache.parts]
 
 
 class Ops:

@@ -41,6 +41,7 @@ except ImportError as error:
 
 from ..collective import join, leave
 from .graph import EagerStep
+from .kept import KV_DTYPES
 from .moe import ACTIVATIONS
 from .ops import Ops, State
 from .quant import DTYPES, KEPT, Leaf, load_weight, reason_to_expand
@@ -74,8 +75,9 @@ class Platform:
         return Manifest(
             name="cpu", device=f"{processor_name()}, {threads} thread{'s' if threads > 1 else ''}",
             interface=INTERFACE_VERSION,
-            compute_dtypes=dtypes, kv_dtypes=dtypes, formats=KEPT, page_sizes=(16, 1, 4, 8, 32, 64, 128),
-            buckets=None, memory_total=total, memory_free=free, features=frozenset(FEATURES), determinism="T2", rank=10,
+            compute_dtypes=dtypes, kv_dtypes=tuple(dict.fromkeys((*dtypes, *KV_DTYPES))), formats=KEPT,
+            page_sizes=(16, 1, 4, 8, 32, 64, 128), buckets=None, memory_total=total, memory_free=free,
+            features=frozenset(FEATURES), determinism="T2", rank=10,
             details={"torch": str(torch.__version__), "capability": capability, "threads": str(threads),
                      "matrix units": "AMX" if has_amx() else "none"})
 
@@ -99,11 +101,11 @@ class Platform:
         return str(weight)
 
     def alloc(self, spec: StateSpec, pages: int) -> State:
-        if spec.dtype not in DTYPES:
-            raise Unsupported(f"K and V in {spec.dtype!r}: the cpu platform keeps {' or '.join(DTYPES)}")
+        if spec.dtype not in KV_DTYPES:
+            raise Unsupported(f"K and V in {spec.dtype!r}: the cpu platform keeps {', '.join(KV_DTYPES)}")
         if self._world > 1 and self._reduce is None:
             self._reduce = self._in_order(join, "gloo", self._rank, self._world)
-        return self._in_order(State.allocate, spec, pages, DTYPES[spec.dtype])
+        return self._in_order(State.allocate, spec, pages)
 
     def compile(self, forward: Callable[[Ops, Any, Batch], Any], weights: Any, bucket: Bucket | None) -> EagerStep:
         return EagerStep(forward, weights, self._ready(), self._reduce)
@@ -113,7 +115,8 @@ class Platform:
         return state
 
     def export_pages(self, state: State, pages: Sequence[int]) -> bytes:
-        """K and V of these pages, layer after layer, each as [pages, page_size, 2, kv_heads, head_dim]."""
+        """K and V of these pages, layer after layer, each as [pages, page_size, 2, kv_heads, head_dim]; in int8 the
+        scales follow, [pages, page_size, 2, kv_heads]."""
         return self._in_order(state.export_pages, pages)
 
     def import_pages(self, state: State, pages: Sequence[int], data: bytes) -> State:
