@@ -1,0 +1,123 @@
+"""The default: evict the leaf that is least worth its memory, by what was learned of pages like it."""
+from __future__ import annotations
+
+from bisect import bisect_right
+from heapq import heapify, heappop, heappush
+
+from ...messages import CacheHint
+from ..node import ID_BYTES, Node
+from .ghosts import Ghosts
+from .protocol import Use
+from .reuse import BINS, EDGES, RING, ReuseModel, group
+
+REBUILD = 100          # uses between two looks at what was learned
+REMEMBERED = 4         # pages of ghosts, in caches
+TURNS = 3              # kinds of requests by turns of a conversation: at most one cached, two, more
+WITHIN = (10.0, 60.0, 600.0)  # seconds, between the kinds of requests whose next use is announced
+NONE, ENDS, SINGLE, SOON = 0, 1, 2, 3
+HINTS = SOON + len(WITHIN) + 1
+_EDGES = EDGES[1:BINS].tolist()
+
+
+def hint_kind(hint: CacheHint | None) -> int:
+    """Which of `HINTS` kinds a request is of by what its client said."""
+    if hint is None:
+        return NONE
+    if hint.single:
+        return SINGLE
+    if hint.ends:
+        return ENDS
+    return SOON + bisect_right(WITHIN, hint.next_within) if hint.next_within > 0 else NONE
+
+
+class Learned:
+    """By class of pages (how often used again, turn of the conversation, hint of the last request) the least
+    recently used leaf, and among these the one with the least index at its age."""
+
+    watches = True
+
+    def __init__(self, capacity: int):
+        self.capacity, self.now = capacity, 0.0
+        self.model = ReuseModel(TURNS * HINTS)
+        self.ghosts = Ghosts(REMEMBERED * capacity)
+        self._index: list[list[float]] = self.model.index.tolist()
+        self._heaps: dict[int, list[tuple[int, int, Node]]] = {}
+        self._entries, self._limit = 0, 1024
+        self._time, self._kind = [0.0] * RING, [0] * RING
+        self._used, self._learned = 0, 0
+        self._events: list[int] = []
+        self._page_bytes = 0
+
+    def tick(self, now: float) -> None:
+        self.now = now
+        if self._used - self._learned >= REBUILD:
+            self._learn()
+
+    def use(self, node: Node, depth: int, rest: bytes, hint: CacheHint | None, priority: int) -> Use:
+        self._used = number = self._used + 1
+        events, turn, seam, hits = self._events, node.turn, depth, 0
+        for ghost in self.ghosts.raise_from(node, rest, self._page_bytes):
+            events += (ghost.mark, ghost.hits + 1, ghost.pages, -number)
+            seam, hits = seam + ghost.pages, ghost.hits + 1
+        while node.parent is not None:
+            node.hits += 1
+            events += (node.mark, node.hits, len(node.pages) // ID_BYTES, number)
+            node.mark, node = number, node.parent
+        self._time[number % RING] = self.now
+        self._kind[number % RING] = min(max(turn - 1, 0), TURNS - 1) * HINTS + hint_kind(hint)
+        return Use(number, seam, hits)
+
+    def grow(self, node: Node, end: int, use: Use) -> None:
+        node.mark, node.hits = use.number, use.hits if end <= use.seam else 0
+        size = len(node.pages) // ID_BYTES
+        self._page_bytes = len(node.edge) // size
+        self._events += (0, node.hits, size, use.number)
+
+    def end(self, node: Node, use: Use) -> None:
+        if node.parent is not None and node.turn == node.parent.turn:
+            node.turn += 1
+
+    def drop(self, node: Node, keep: int) -> None:
+        self.ghosts.bury(node, keep)
+        if keep:
+            node.turn = node.parent.turn
+
+    def add(self, node: Node) -> None:
+        kind = group(node.hits) * self.model.kinds + self._kind[node.mark % RING]
+        heap = self._heaps.get(kind)
+        if heap is None:
+            heap = self._heaps[kind] = []
+        heappush(heap, (node.mark, id(node), node))
+        self._entries += 1
+        if self._entries > self._limit:
+            self._compact()
+
+    def pop(self) -> Node | None:
+        best, least, oldest = None, 0.0, 0
+        for kind, heap in self._heaps.items():
+            while heap:
+                mark, _, node = heap[0]
+                if mark == node.mark and node.evictable:
+                    index = self._index[kind][bisect_right(_EDGES, self.now - self._time[mark % RING])]
+                    if best is None or index < least or index == least and mark < oldest:
+                        best, least, oldest = heap, index, mark
+                    break
+                heappop(heap)
+                self._entries -= 1
+        if best is None:
+            return None
+        self._entries -= 1
+        return heappop(best)[2]
+
+    def _compact(self) -> None:
+        for kind, heap in self._heaps.items():
+            self._heaps[kind] = [e for e in set(heap) if e[0] == e[2].mark and e[2].evictable]
+            heapify(self._heaps[kind])
+        self._entries = sum(map(len, self._heaps.values()))
+        self._limit = 1024 + 2 * self._entries
+
+    def _learn(self) -> None:
+        slots = [n % RING for n in range(self._learned + 1, self._used + 1)]
+        self.model.learn([self._time[s] for s in slots], [self._kind[s] for s in slots], self._events, self.now)
+        self._learned, self._events = self._used, []
+        self._index = self.model.index.tolist()
