@@ -301,7 +301,8 @@ class EngineCore:
                 "pages_cached": tree.evictable + tree.protected, "pages_evictable": tree.evictable,
                 "pages_used": pool.capacity - pool.free - tree.evictable, "pages_quarantined": pool.quarantined,
                 "pages_given_back": self._given_back, "ownership_violations": pool.violations,
-                "evicted_pages": self.cache.evicted_pages, "page_size": self._page_size}
+                "evicted_pages": self.cache.evicted_pages, "page_size": self._page_size,
+                "kv_event_batches": self._publisher.sequence if self._publisher is not None else 0}
 
 
 def _open_publisher(config: Config, owner: EngineCore) -> Any:

@@ -249,10 +249,10 @@ def test_what_is_not_kept_any_more_is_told_anew(streaming, addresses):
         late.next = int.from_bytes(late.socket.recv_multipart()[1], "big")
         late.apply(late.replayed(late.next)[0][1])
         assert late.cleared == 1 and late.blocks == cached(core.cache) and late.blocks
-        before = core._publisher._sequence
+        before = core._publisher.sequence
         late.replayed(0)
         core.command("ping")  # a loop of such requests does not make it repeat itself
-        assert core._publisher._sequence == before
+        assert core._publisher.sequence == before
 
 
 @pytest.mark.parametrize("envelope", ([], [b""]))

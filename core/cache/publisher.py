@@ -108,7 +108,8 @@ class Publisher:
 
     def __init__(self, settings: CacheSettings):
         assert settings.kv_events is not None
-        self._topic, self._sequence = settings.kv_events_topic.encode(), 0
+        self._topic = settings.kv_events_topic.encode()
+        self.sequence = 0  # of the next batch
         self._kept = Kept()
         self._anew = threading.Event()
         self._next_anew = 0.0
@@ -141,9 +142,9 @@ class Publisher:
         if not events:
             return
         payload = self._encode(EventBatch(time.time(), [wire_event(e, self._cache.page_size) for e in events]))
-        self._kept.add(self._sequence, payload)
-        self._socket.send_multipart((self._topic, self._sequence.to_bytes(8, "big"), payload), zmq.NOBLOCK)
-        self._sequence += 1
+        self._kept.add(self.sequence, payload)
+        self._socket.send_multipart((self._topic, self.sequence.to_bytes(8, "big"), payload), zmq.NOBLOCK)
+        self.sequence += 1
 
     def close(self) -> None:
         """Stop; what was sent may still reach its subscribers for a moment. May be called twice."""

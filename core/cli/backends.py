@@ -137,9 +137,10 @@ class LocalBackend:
 
 
 class RemoteBackend:
-    """A server that speaks OpenAI's API; `url` with or without /v1."""
+    """A server that speaks OpenAI's API; `url` with or without /v1. timeout: seconds without a word from it."""
 
-    def __init__(self, url: str, model: str | None = None, api_key: str | None = None):
+    def __init__(self, url: str, model: str | None = None, api_key: str | None = None,
+                 timeout: float = RESPONSE_TIMEOUT_S):
         try:
             parts = urlsplit(url if "://" in url else f"http://{url}")
             valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
@@ -148,8 +149,9 @@ class RemoteBackend:
         if not valid:
             raise ConfigError(f"--url {url}: expected something like http://127.0.0.1:8000")
         self.secure, self.address = parts.scheme == "https", parts.netloc
-        self.path = parts.path.rstrip("/").removesuffix("/v1") + "/v1"
-        self.model, self.headers = model, {"Content-Type": "application/json"}
+        self.root_path = parts.path.rstrip("/").removesuffix("/v1")
+        self.path, self.root = self.root_path + "/v1", f"{parts.scheme}://{parts.netloc}{self.root_path}"
+        self.timeout, self.model, self.headers = timeout, model, {"Content-Type": "application/json"}
         if api_key:
             self.headers["Authorization"] = f"Bearer {api_key}"
         self.name, self.warning, self.can_chat, self.defaults = "", "", True, {}
@@ -223,7 +225,7 @@ class RemoteBackend:
 
     def _connect(self) -> http.client.HTTPConnection:
         kind = http.client.HTTPSConnection if self.secure else http.client.HTTPConnection
-        return kind(self.address, timeout=RESPONSE_TIMEOUT_S)
+        return kind(self.address, timeout=self.timeout)
 
     def _unreachable(self, error: Exception) -> RequestError:
         if getattr(error, "reason", None) in NO_TLS:
@@ -250,7 +252,7 @@ class RemoteBackend:
                                code=known.get("code"))
         return response
 
-    def _get(self, method: str, path: str, body: Any = None) -> Any:
+    def get_json(self, method: str, path: str, body: Any = None) -> Any:
         """The JSON of a whole answer."""
         connection = self._connect()
         try:
@@ -260,7 +262,7 @@ class RemoteBackend:
 
     def _models(self) -> list[str]:
         try:
-            return [entry["id"] for entry in self._get("GET", self.path + "/models")["data"]] or ["default"]
+            return [entry["id"] for entry in self.get_json("GET", self.path + "/models")["data"]] or ["default"]
         except RequestError as error:
             if error.status != 404:
                 raise
@@ -272,8 +274,8 @@ class RemoteBackend:
     def _has_template(self) -> bool:
         """False when the server says that it cannot chat. Only those with /tokenize can be asked without an answer."""
         try:
-            self._get("POST", self.path.removesuffix("/v1") + "/tokenize",
-                      {"model": self.model, "messages": [{"role": "user", "content": "hello"}]})
+            self.get_json("POST", self.root_path + "/tokenize",
+                          {"model": self.model, "messages": [{"role": "user", "content": "hello"}]})
         except (RequestError, ValueError) as error:
             return not any(words in str(error) for words in NO_TEMPLATE)
         return True

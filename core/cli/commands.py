@@ -41,6 +41,10 @@ HEALTH = """\
 GET /health is 200 as long as the engine lives, also while a stopping server lets
 running requests finish. GET /ready is 200 only when a new request would be taken.
 When the engine dies both are 503, and soon the server ends with exit code 1."""
+TOP = """\
+The server is the one that --host and --port name, unless --url is given. Numbers come from
+its /server_info. On a terminal the page renews itself until Ctrl-C; into a pipe one page
+follows the other. With several keys in --api-key the first is sent."""
 CONFORMANCE = """\
 Outcomes: passed, unsupported (declared, with the reason; "not claimed" where it is a
 matter of choice, such as a dtype), expected failure (in the platform's ledger.toml),
@@ -71,6 +75,10 @@ COMMANDS = {c.name: c for c in (
         "isthmus generate 'Why is the sky blue?'", "isthmus generate --raw 'Once upon a time' --max-tokens 50",
         "cat question.txt | isthmus generate --json"), "[PROMPT] [options]", (MORE,), ONE_USER,
             "one prompt is taken: put quotes around it, and name a model with --model"),
+    Command("top", "watch what a running server is doing", ("server",), (
+        "isthmus top                            # the server at 127.0.0.1:8000",
+        "isthmus top --url http://10.0.0.5:8000", "isthmus top --once --json | jq .generated_per_s"),
+            notes=(TOP,), shown=("host", "port", "api_key")),
     Command("models", "list the models that are known and those on this machine", (), ("isthmus models --json",)),
     Command("pull", "download a model", (), ("isthmus pull gemma3-270m", "isthmus pull org/name --revision main"),
             "[MODEL] [options]"),

@@ -1,6 +1,7 @@
 """What is served and how it is doing: models, health, readiness, metrics, cache, version."""
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from starlette.requests import Request
@@ -9,6 +10,7 @@ from starlette.responses import Response
 from ..errors import EngineDead, IsthmusError, RequestError
 from ..version import isthmus_version
 from .context import Server
+from .figures import pages_by_owner, step_seconds
 from .stream import json_response
 
 STATS_S = 5.0  # a scrape waits no longer for an engine in a long step
@@ -64,9 +66,16 @@ async def metrics(server: Server, request: Request) -> Response:
 
 
 async def server_info(server: Server, request: Request) -> Response:
-    """The engine's description of itself and its numbers; no setting that could be a secret."""
-    return json_response({"version": isthmus_version(), "served_model_name": server.model, "info": server.info,
-                          "stats": await engine_stats(server), "running": len(server.running)})
+    """The engine's description of itself and its numbers; no setting that could be a secret.
+
+    time: the server's clock in seconds, so that who asks twice can compute rates. started: seconds since 1970.
+    """
+    stats = await engine_stats(server)
+    ok, reason = server.client.health()
+    return json_response({
+        "version": isthmus_version(), "served_model_name": server.model, "time": time.monotonic(),
+        "started": server.created, "health": {"ok": ok, "reason": reason}, "info": server.info, "stats": stats,
+        "pages": pages_by_owner(stats), "step_seconds": step_seconds(stats), "running": len(server.running)})
 
 
 async def show_version(server: Server, request: Request) -> Response:

@@ -7,11 +7,13 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+
+from .figures import pages_by_owner, step_seconds
 
 SECONDS = (.001, .0025, .005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
@@ -44,6 +46,7 @@ ENGINE = (
     ("pages_given_back", "counter", "kv_pages_given_back", None, "Pages of K and V given back for want of memory"),
     ("ownership_violations", "counter", "kv_ownership_violations", None, "Errors in the ownership of pages"),
     ("steps", "counter", "steps", None, "Forward passes"),
+    ("kv_event_batches", "counter", "kv_event_batches", None, "Batches of cache events published"),
     ("step_age", "gauge", "step_age_seconds", None, "Since a step finished; 0 while the engine has nothing to do"),
 )
 # What the server measures: key, buckets, our name, vLLM's name, help.
@@ -140,6 +143,12 @@ class Metrics:
         yield self._counter("vllm:request_success", "Requests that ended by themselves", "finished_reason",
                             {key: self.finished[key] for key in ("stop", "length", "abort")})
         yield self._counter("isthmus_http_responses", "HTTP answers by status", "status", self.statuses)
+        if seconds := step_seconds(self._stats):
+            yield self._counter("isthmus_step_seconds", "Time of steps: planning and building the batch, the device, "
+                                "taking in the result", "part", seconds)
+        if pages := pages_by_owner(self._stats):
+            yield self._gauge("isthmus_kv_pages_owned", "Pages of K and V by who holds them; all together are the pool",
+                              "owner", pages)
         if self._info:
             yield self._cache_config()
 
@@ -170,9 +179,15 @@ class Metrics:
                               self._stats["queue_seconds"])
             yield family
 
-    def _counter(self, name: str, help: str, label: str, values: dict[Any, int]) -> Metric:
+    def _counter(self, name: str, help: str, label: str, values: Mapping[Any, float]) -> Metric:
+        return self._by_label(CounterMetricFamily, name, help, label, values)
+
+    def _gauge(self, name: str, help: str, label: str, values: Mapping[Any, float]) -> Metric:
+        return self._by_label(GaugeMetricFamily, name, help, label, values)
+
+    def _by_label(self, kind: type, name: str, help: str, label: str, values: Mapping[Any, float]) -> Metric:
         labels = self._labels("vllm:" if name.startswith("vllm:") else "")
-        family = CounterMetricFamily(name, help, labels=[*labels, label])
+        family = kind(name, help, labels=[*labels, label])
         for key, value in sorted(values.items()):
             family.add_metric([*labels.values(), str(key)], value)
         return family
