@@ -34,7 +34,13 @@ def test_release_bumps_the_generation_and_the_page_comes_back_first():
     taken = pool.alloc(2, 1)
     pool.release(taken, 1)
     assert pool.free == 4 and pool.generation.tolist() == [0, 1, 1, 0, 0]
-    assert pool.alloc(4, 2).tolist() == [1, 2, 3, 4]
+    assert pool.alloc(4, 2).tolist() == [2, 1, 3, 4]  # the tail before the head
+
+
+def test_pages_for_several_owners_in_one_call():
+    pool = PagePool(6)
+    assert pool.alloc(3, np.array([7, 8, 9], np.int32)).tolist() == [1, 2, 3]
+    assert pool.owner.tolist() == [0, 7, 8, 9, 0, 0]
 
 
 def test_transfer_keeps_the_generation():
@@ -51,7 +57,7 @@ def test_transfer_keeps_the_generation():
     (lambda pool: pool.release(pages(3), 1), r"page 3 .* released by request in slot 1: its owner is free"),
     (lambda pool: pool.release(pages(1, 1), 1), r"page 1 .* released twice in one call by request in slot 1"),
     (lambda pool: pool.transfer(pages(1), TREE, 1),
-     r"page 1 .* handed to request in slot 1 .*not tree"),
+     r"page 1 .* handed on by tree: its owner is request in slot 1, not tree"),
     (lambda pool: pool.check(pages(2), pages(0), 2), r"page 2 .* used by request in slot 2"),
     (lambda pool: pool.check(pages(1), pages(7), 1), r"page 1 \(generation 0\) used with a stale generation"),
 ])

@@ -14,7 +14,7 @@ import numpy as np
 
 from ..messages import CacheHint
 from .eviction import Use
-from .node import Node
+from .node import ID_BYTES, Node
 from .pool import TREE, PagePool
 from .radix import RadixTree
 
@@ -39,13 +39,21 @@ class CacheManager:
         """Pages that a request could get now: free ones and those in the tree that nothing protects."""
         return self.pool.free + self.tree.evictable
 
-    def cached_tokens(self, tokens: np.ndarray, domain: bytes) -> int:
+    def cached_tokens(self, tokens: np.ndarray | bytes, domain: bytes, count: int | None = None) -> int:
         """Tokens of the prefix that `acquire` would find, without touching anything."""
-        return self.tree.peek(tokens.tobytes(), domain) * self.page_size if self.enabled else 0
+        if not self.enabled:
+            return 0
+        key = tokens if isinstance(tokens, bytes) else tokens.tobytes()
+        return self.tree.peek(key, domain, None if count is None else count * ID_BYTES) * self.page_size
 
-    def acquire(self, tokens: np.ndarray, domain: bytes) -> tuple[np.ndarray, Node]:
-        """Lock the longest cached prefix of `tokens` (int32): (its page numbers, the node to give to `forget`)."""
-        _, node = self.tree.match(tokens.tobytes() if self.enabled else b"", domain)
+    def acquire(self, tokens: np.ndarray | bytes, domain: bytes, count: int | None = None) -> tuple[np.ndarray, Node]:
+        """Lock the longest cached prefix of the first `count` tokens: (its pages, read-only; the node for `forget`).
+
+        tokens: int32, or their bytes, which are not copied. count None: all.
+        """
+        key = tokens if isinstance(tokens, bytes) else tokens.tobytes()
+        end = (None if count is None else count * ID_BYTES) if self.enabled else 0
+        _, node = self.tree.match(key, domain, end)
         self.tree.lock(node)
         return self.tree.path(node), node
 
@@ -66,7 +74,7 @@ class CacheManager:
             return None
         return policy.use(node, found, tokens[found * self.page_size:].tobytes(), hint, priority)
 
-    def take(self, count: int, owner: int) -> np.ndarray | None:
+    def take(self, count: int, owner: int | np.ndarray) -> np.ndarray | None:
         """`count` fresh pages for `owner`, evicting cached ones as needed; None, and nothing changed, if too few."""
         while count <= self.available:
             short, violations = count - self.pool.free, self.pool.violations
@@ -79,6 +87,10 @@ class CacheManager:
                 return pages  # else free pages went into quarantine: look again
         return None
 
+    def take_each(self, owners: np.ndarray) -> np.ndarray | None:
+        """A fresh page for each of these owners (int32), or None as for `take`."""
+        return self.take(len(owners), owners)
+
     def commit(self, tokens: np.ndarray, row: np.ndarray, shared: int, owner: int, domain: bytes,
                node: Node, use: Use | None = None) -> tuple[int, Node]:
         """Hand the full pages of `tokens` to the tree and lock them instead of `node`: (pages now shared, new node).
@@ -89,21 +101,20 @@ class CacheManager:
         full = len(tokens) // self.page_size
         if not self.enabled or full <= shared:
             return shared, node
-        key, seam = tokens[:full * self.page_size].tobytes(), use.seam if use is not None else 0
-        known = full
-        if shared < seam < full:  # pages that were cached once are a node of their own
-            known, _ = self.tree.insert(key[:seam * self.tree.page_bytes], row[:seam], domain, use)
-        found, new = self.tree.insert(key, row[:full], domain, use)
-        if known < seam:
-            found = known
-        if found > shared:
-            duplicates = row[shared:found].copy()
-            row[shared:found] = self.tree.path(new)[shared:found]
+        size, had, seam = self.page_size, shared, full
+        if use is not None and shared < use.seam < full:
+            seam = use.seam  # pages that were cached once are a node of their own
+        found = 0
+        for stop in (seam, full) if seam < full else (full,):
+            key = tokens[had * size:stop * size].tobytes()
+            there, node = self.tree.extend(node, key, row[had:stop], domain, stop, use)
+            found, had = found + there, stop
+        if found:
+            duplicates = row[shared:shared + found].copy()
+            row[shared:shared + found] = self.tree.path(node)[shared:shared + found]
             self.pool.release(duplicates, owner)
-        self.pool.transfer(row[max(found, shared):full], owner, TREE)
-        self.tree.lock(new)
-        self.tree.unlock(node)
-        return full, new
+        self.pool.transfer(row[shared + found:full], owner, TREE)
+        return full, node
 
     def release(self, row: np.ndarray, shared: int, owner: int, node: Node, use: Use | None = None) -> None:
         """A request ends: its own pages go back, its prefix is unlocked and stays cached while memory lasts."""
@@ -127,7 +138,7 @@ class CacheManager:
     def verify(self, held: dict[int, np.ndarray]) -> None:
         """The ledger by identity, the tree by structure. `held`: each running request's own pages by owner."""
         self.tree.check()
-        named = self.pool.verify(self.tree.pages().tolist(), {owner: pages.tolist() for owner, pages in held.items()})
+        named = self.pool.verify(self.tree.pages(), held)
         total = self.pool.free + self.tree.evictable + self.tree.protected + self.pool.quarantined
         total += sum(len(pages) for pages in held.values()) - named
         assert total == self.pool.capacity, f"{total} pages counted, {self.pool.capacity} exist"

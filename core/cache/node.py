@@ -7,23 +7,22 @@ ID_BYTES = 4  # of a page number and of a token id
 class Node:
     """Pages that follow the parent's; `edge` are their tokens, `pages` their numbers, both as int32 bytes.
 
-    A root has no parent and no pages; its edge is the domain's name.
+    A root has no parent and no pages; its edge is the domain's name. size: pages in this node.
+    last: the child that a prompt went on with last, None when there is none: the next is tried there first.
     hits, turn, mark, ghosts: the eviction policy's: how often the pages were used again, how many requests ended on
     the path up to here, what else it keeps of the last use, and what it remembers of evicted pages behind the node.
     """
 
-    __slots__ = ("edge", "pages", "parent", "children", "locks", "stamp", "hits", "turn", "mark", "ghosts")
+    __slots__ = ("edge", "pages", "size", "parent", "children", "last", "locks", "stamp", "hits", "turn",
+                 "mark", "ghosts")
 
     def __init__(self, edge: bytes, pages: bytes, parent: Node | None, stamp: int):
-        self.edge, self.pages, self.parent, self.stamp = edge, pages, parent, stamp
+        self.edge, self.pages, self.size = edge, pages, len(pages) // ID_BYTES
+        self.parent, self.stamp = parent, stamp
         self.children: dict[bytes, Node] = {}
+        self.last: Node | None = None
         self.locks = self.hits = self.turn = self.mark = 0
         self.ghosts: dict | None = None
-
-    @property
-    def size(self) -> int:
-        """Pages in this node."""
-        return len(self.pages) // ID_BYTES
 
     @property
     def evictable(self) -> bool:

@@ -32,101 +32,141 @@ class RadixTree:
         self.evictable = 0   # pages in nodes that no lock protects
         self.protected = 0   # pages in nodes under a lock
 
-    def match(self, key: bytes, domain: bytes = b"") -> tuple[int, Node]:
-        """The longest cached prefix of `key`, in whole pages: (pages, the node where it ends; a root when 0).
+    def match(self, key: bytes, domain: bytes = b"", end: int | None = None) -> tuple[int, Node]:
+        """The longest cached prefix of `key[:end]`, in whole pages: (pages, the node where it ends; a root when 0).
 
         Counts as a use. Splits an edge when the prefix ends inside it, so that exactly the prefix can be locked.
         """
         self._clock += 1
-        node, offset, page_bytes = self._roots.get(domain) or Node(domain, b"", None, 0), 0, self.page_bytes
-        while True:
-            child = node.children.get(key[offset:offset + page_bytes])
-            if child is None:
-                break
-            if key.startswith(child.edge, offset):
-                shared = len(child.edge)
-            else:
-                shared = self._shared_bytes(child.edge, key, offset)
-                if not shared:
-                    break
-                child = self._split(child, shared)
-            node, offset = child, offset + shared
-            node.stamp = self._clock
+        root = self._roots.get(domain)
+        if root is None:
+            return 0, Node(domain, b"", None, 0)
+        node, at = self._descend(root, key, len(key) if end is None else end)
         if node.evictable:
             self.policy.add(node)
-        return offset // page_bytes, node
+        return at // self.page_bytes, node
 
-    def peek(self, key: bytes, domain: bytes = b"") -> int:
-        """Pages of `key`'s prefix that are cached, without counting as a use or changing the tree."""
-        node, offset = self._roots.get(domain), 0
+    def peek(self, key: bytes, domain: bytes = b"", end: int | None = None) -> int:
+        """Pages of the prefix of `key[:end]` that are cached, without counting as a use or changing the tree."""
+        node, at, page_bytes = self._roots.get(domain), 0, self.page_bytes
+        end, matches = len(key) if end is None else end, key.startswith
         while node is not None:
-            node = node.children.get(key[offset:offset + self.page_bytes])
-            if node is None:
-                break
-            if not key.startswith(node.edge, offset):
-                offset += self._shared_bytes(node.edge, key, offset)
-                break
-            offset += len(node.edge)
-        return offset // self.page_bytes
+            child = node.last
+            if child is None or not matches(child.edge, at, end):
+                child = node.children.get(key[at:at + page_bytes])
+                if child is None:
+                    break
+                if not matches(child.edge, at, end):
+                    at += self._shared_bytes(child.edge, key, at, end)
+                    break
+            node, at = child, at + len(child.edge)
+        return at // page_bytes
 
-    def insert(self, key: bytes, pages: np.ndarray, domain: bytes = b"",
-               use: Use | None = None) -> tuple[int, Node]:
+    def insert(self, key: bytes, pages: np.ndarray, domain: bytes = b"") -> tuple[int, Node]:
         """Add the whole pages of `key`: `pages` int32, one a page, at least len(key) // page bytes of them.
 
         Returns (how many pages of the prefix were there already, the node where the key ends). The tree takes the
         pages after those; for the others the caller's are duplicates of the tree's, which `path` gives.
-        use: what the policy made of the request that the pages are of, if it watches.
         """
-        count = len(key) // self.page_bytes
-        key = key[:count * self.page_bytes]
-        found, node = self.match(key, domain)
-        if found < count:
-            new = np.ascontiguousarray(pages[found:count], np.int32).tobytes()
-            child = Node(key[found * self.page_bytes:], new, node, self._clock)
-            node.children[child.edge[:self.page_bytes]] = child
-            if node.parent is None:  # a domain is kept only while it has pages, so that many salts cost nothing
-                self._roots[domain] = node
-            self.evictable += child.size
-            if self.listener is not None:
-                self.listener.stored(child.edge, child.pages, _last_page(node), domain)
-            child.turn = node.turn
-            if self._watch and use is not None:
-                self.policy.grow(child, count, use)
-            self.policy.add(child)
-            node = child
+        root = self._roots.get(domain) or Node(domain, b"", None, 0)
+        found, node = self.extend(root, key, pages, domain)
+        self.unlock(node)
         return found, node
 
+    def extend(self, node: Node, key: bytes, pages: np.ndarray, domain: bytes, end: int = 0,
+               use: Use | None = None) -> tuple[int, Node]:
+        """`insert` below a node that the caller has locked, and hand its lock to the node where `key` ends.
+
+        key: the tokens after the node's. A policy that watches is told `end`, pages from the prompt's start to the end
+        of `key`, and `use`, what it made of the request that the pages are of.
+        """
+        self._clock += 1
+        page_bytes = self.page_bytes
+        stop = len(key) // page_bytes * page_bytes
+        start = self._roots.get(domain, node) if node.parent is None else node
+        below, at = self._descend(start, key, stop)
+        if below is not node:
+            self.lock(below)
+            self.unlock(node)
+        if at < stop:
+            found = at // page_bytes
+            new = pages[found:stop // page_bytes].astype(np.int32, copy=False).tobytes()
+            below = self._attach(below, key[at:stop], new, domain, end, use)
+        return at // page_bytes, below
+
+    def _attach(self, node: Node, edge: bytes, pages: bytes, domain: bytes, end: int, use: Use | None) -> Node:
+        """A new leaf below `node`, to which the caller's lock of `node` goes: the leaf is protected instead."""
+        child = Node(edge, pages, node, self._clock)
+        child.locks, child.turn = 1, node.turn
+        node.children[edge[:self.page_bytes]] = node.last = child
+        if node.parent is None:  # a domain is kept only while it has pages, so that many salts cost nothing
+            self._roots[domain] = node
+        self.protected += child.size
+        if self.listener is not None:
+            self.listener.stored(edge, pages, _last_page(node), domain)
+        if self._watch and use is not None:
+            self.policy.grow(child, end, use)
+        return child
+
+    def _descend(self, node: Node, key: bytes, end: int) -> tuple[Node, int]:
+        """Follow `key[:end]` down from `node` as far as it is cached: (the node where that ends, bytes of `key`)."""
+        at, page_bytes, clock, matches = 0, self.page_bytes, self._clock, key.startswith
+        while True:
+            child = node.last
+            if child is None or not matches(child.edge, at, end):
+                child = node.children.get(key[at:at + page_bytes])
+                if child is None:
+                    return node, at
+                if not matches(child.edge, at, end):
+                    shared = self._shared_bytes(child.edge, key, at, end)
+                    if not shared:
+                        return node, at
+                    child = self._split(child, shared)
+                node.last = child
+            node = child
+            at += len(child.edge)
+            child.stamp = clock
+
     def path(self, node: Node) -> np.ndarray:
-        """Page numbers from the root to `node`, int32."""
+        """Page numbers from the root to `node`, int32, read-only."""
         parts = []
-        while node.parent is not None:
+        while (parent := node.parent) is not None:
             parts.append(node.pages)
-            node = node.parent
-        return np.frombuffer(b"".join(reversed(parts)), np.int32)
+            node = parent
+        parts.reverse()
+        return np.frombuffer(b"".join(parts), np.int32)
 
     def lock(self, node: Node) -> None:
         """Protect the node and its ancestors from eviction until `unlock`. Locks are counted."""
-        while node.parent is not None:
-            node.locks += 1
-            if node.locks > 1:
-                return
-            self.evictable -= node.size
-            self.protected += node.size
-            node = node.parent
+        pages = 0
+        while (parent := node.parent) is not None:
+            locks = node.locks
+            node.locks = locks + 1
+            if locks:
+                break
+            pages += node.size
+            node = parent
+        self.evictable -= pages
+        self.protected += pages
 
     def unlock(self, node: Node) -> None:
-        """Undo one `lock` of this node."""
-        while node.parent is not None:
-            if node.locks < 1:
+        """Undo one `lock` of this node. What nothing protects any more was in use until now."""
+        pages = 0
+        self._clock = clock = self._clock + 1
+        while (parent := node.parent) is not None:
+            locks = node.locks - 1
+            if locks < 0:
                 raise AssertionError(f"unlock of a node of {node.size} pages that is not locked")
-            node.locks -= 1
-            if node.locks:
-                return
-            self.evictable += node.size
-            self.protected -= node.size
+            node.locks = locks
+            if locks:
+                break
+            node.stamp = clock
+            pages += node.size
             if not node.children:
                 self.policy.add(node)
-            node = node.parent
+            node = parent
+        self.evictable += pages
+        self.protected -= pages
 
     def evict(self, count: int) -> np.ndarray:
         """Drop up to `count` pages, tail pages of the least valuable unlocked leaves first: their numbers, int32."""
@@ -144,6 +184,7 @@ class RadixTree:
             need -= drop
             if keep:
                 node.pages, node.edge = node.pages[:keep * ID_BYTES], node.edge[:keep * self.page_bytes]
+                node.size = keep
                 self.policy.add(node)
             else:
                 self._remove(node)
@@ -184,7 +225,7 @@ class RadixTree:
         evictable = protected = 0
         for path, node in self.nodes():
             where = f"node of {node.size} pages at depth {len(path) // self.page_bytes}"
-            assert node.size > 0, f"{where} is empty"
+            assert node.size == len(node.pages) // ID_BYTES > 0, f"{where}: it has {len(node.pages)} bytes of them"
             assert len(node.edge) == node.size * self.page_bytes, f"{where}: edge of {len(node.edge)} bytes"
             assert node.parent.children.get(node.edge[:self.page_bytes]) is node, f"{where}: not under its key"
             below = sum(1 for child in node.children.values() if child.locks)
@@ -196,10 +237,10 @@ class RadixTree:
         counted, kept = (evictable, protected), (self.evictable, self.protected)
         assert counted == kept, f"(evictable, protected) pages: counted {counted}, kept {kept}"
 
-    def _shared_bytes(self, edge: bytes, key: bytes, offset: int) -> int:
-        """Bytes of whole pages that `edge` and `key` from `offset` on have in common."""
-        limit = min(len(edge), len(key) - offset) // self.page_bytes * self.page_bytes
-        if not limit:
+    def _shared_bytes(self, edge: bytes, key: bytes, offset: int, end: int) -> int:
+        """Bytes of whole pages that `edge` and `key[offset:end]` have in common."""
+        limit = min(len(edge), end - offset) // self.page_bytes * self.page_bytes
+        if limit <= 0:
             return 0
         a = np.frombuffer(edge, np.int32, limit // ID_BYTES)
         b = np.frombuffer(key, np.int32, limit // ID_BYTES, offset)
@@ -213,15 +254,18 @@ class RadixTree:
         front = Node(node.edge[:at], node.pages[:cut], node.parent, node.stamp)
         front.locks = 1 if node.locks else 0
         front.hits, front.mark, front.turn = node.hits, node.mark, node.parent.turn
-        node.parent.children[front.edge[:self.page_bytes]] = front
+        node.parent.children[front.edge[:self.page_bytes]] = node.parent.last = front
         node.edge, node.pages, node.parent = node.edge[at:], node.pages[cut:], front
-        front.children[node.edge[:self.page_bytes]] = node
+        node.size -= front.size
+        front.children[node.edge[:self.page_bytes]] = front.last = node
         return front
 
     def _remove(self, node: Node) -> None:
         parent = node.parent
         del parent.children[node.edge[:self.page_bytes]]
         node.parent = None
+        if parent.last is node:
+            parent.last = None
         if parent.parent is None:
             if not parent.children:
                 del self._roots[parent.edge]
