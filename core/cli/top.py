@@ -178,7 +178,8 @@ def _can_draw() -> bool:
 def lines(page: Figures, speeds: deque[float] | None = None, plain: bool = False) -> list[str]:
     """A page for people. speeds: generated tokens/s so far, oldest first, drawn when given."""
     state = "healthy" if page.ok else f"NOT HEALTHY: {page.reason}"
-    found = [f"{page.model} on {page.platform or 'no platform yet'} at {page.url}, up {_duration(page.uptime)}, {state}"]
+    place = f"{page.model} on {page.platform or 'no platform yet'} at {page.url}"
+    found = [f"{place}, up {_duration(page.uptime)}, {state}"]
 
     def row(label: str, text: str) -> None:
         found.append(f"  {label:{LABEL}}{text}")
@@ -190,7 +191,7 @@ def lines(page: Figures, speeds: deque[float] | None = None, plain: bool = False
                     f"{_number(page.preemptions)} preempted")
     row("tokens/s", f"{_rate(page.generated_per_s)} generated, {_rate(page.prompt_per_s)} of prompts"
                     + (f"  {sparkline(speeds, plain)}" if speeds else ""))
-    row("hit rate", f"{_share(page.hit_rate)} of the last prompts' tokens, {_share(page.hit_rate_total)} since the start")
+    row("hit rate", f"{_share(page.hit_rate)} of the last prompts' tokens, {_share(page.hit_rate_total)} since start")
     for i, (owner, count) in enumerate((page.pages or {}).items()):
         total = sum(page.pages.values())
         row("" if i else "pages", f"{OWNERS.get(owner, owner):14}{_bar(count / total if total else 0, plain)} "
