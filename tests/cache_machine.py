@@ -45,7 +45,6 @@ class CacheMachine(RuleBasedStateMachine):
     @initialize(page=st.sampled_from([1, 2, 4]), pages=st.integers(6, 40))
     def begin(self, page: int, pages: int) -> None:
         self.page, self.cache = page, CacheManager(pages, page, strict=True)
-        self.cache.tree.policy._limit = 4  # so that the heap is compacted often
         self.live: dict[int, Live] = {}
         self.history: list[tuple[list[int], bytes]] = [([0], b"")]
         self.content: dict[int, tuple[int, bytes, tuple[int, ...]]] = {}

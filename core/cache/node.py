@@ -9,12 +9,13 @@ class Node:
 
     A root has no parent and no pages; its edge is the domain's name. size: pages in this node.
     last: the child that a prompt went on with last, None when there is none: the next is tried there first.
-    hits, turn, mark, ghosts: the eviction policy's: how often the pages were used again, how many requests ended on
-    the path up to here, what else it keeps of the last use, and what it remembers of evicted pages behind the node.
+    hits, turn, mark, ghosts, queued: the eviction policy's: how often the pages were used again, how many requests
+    ended on the path up to here, what else it keeps of the last use, what it remembers of evicted pages behind the
+    node, and whether the node is in its index.
     """
 
     __slots__ = ("edge", "pages", "size", "parent", "children", "last", "locks", "stamp", "hits", "turn",
-                 "mark", "ghosts")
+                 "mark", "ghosts", "queued")
 
     def __init__(self, edge: bytes, pages: bytes, parent: Node | None, stamp: int):
         self.edge, self.pages, self.size = edge, pages, len(pages) // ID_BYTES
@@ -23,6 +24,7 @@ class Node:
         self.last: Node | None = None
         self.locks = self.hits = self.turn = self.mark = 0
         self.ghosts: dict | None = None
+        self.queued = False
 
     @property
     def evictable(self) -> bool:

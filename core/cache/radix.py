@@ -68,10 +68,16 @@ class RadixTree:
         Returns (how many pages of the prefix were there already, the node where the key ends). The tree takes the
         pages after those; for the others the caller's are duplicates of the tree's, which `path` gives.
         """
+        self._clock += 1
         root = self._roots.get(domain) or Node(domain, b"", None, 0)
-        found, node = self.extend(root, key, pages, domain)
-        self.unlock(node)
-        return found, node
+        stop = len(key) // self.page_bytes * self.page_bytes
+        node, at = self._descend(root, key, stop)
+        if at < stop:
+            node = self._attach(node, key[at:stop], pages[at // self.page_bytes:stop // self.page_bytes], domain)
+            self.evictable += node.size
+        if node.evictable:
+            self.policy.add(node)
+        return at // self.page_bytes, node
 
     def extend(self, node: Node, key: bytes, pages: np.ndarray, domain: bytes, end: int = 0,
                use: Use | None = None) -> tuple[int, Node]:
@@ -88,24 +94,23 @@ class RadixTree:
         if below is not node:
             self.lock(below)
             self.unlock(node)
-        if at < stop:
-            found = at // page_bytes
-            new = pages[found:stop // page_bytes].astype(np.int32, copy=False).tobytes()
-            below = self._attach(below, key[at:stop], new, domain, end, use)
+        if at < stop:  # the new leaf takes the lock over: a protected child counts as one of its parent's
+            below = self._attach(below, key[at:stop], pages[at // page_bytes:stop // page_bytes], domain)
+            below.locks = 1
+            self.protected += below.size
+            if self._watch and use is not None:
+                self.policy.grow(below, end, use)
         return at // page_bytes, below
 
-    def _attach(self, node: Node, edge: bytes, pages: bytes, domain: bytes, end: int, use: Use | None) -> Node:
-        """A new leaf below `node`, to which the caller's lock of `node` goes: the leaf is protected instead."""
-        child = Node(edge, pages, node, self._clock)
-        child.locks, child.turn = 1, node.turn
+    def _attach(self, node: Node, edge: bytes, pages: np.ndarray, domain: bytes) -> Node:
+        """A new leaf below `node`, counted neither as evictable nor as protected yet."""
+        child = Node(edge, pages.astype(np.int32, copy=False).tobytes(), node, self._clock)
+        child.turn = node.turn
         node.children[edge[:self.page_bytes]] = node.last = child
         if node.parent is None:  # a domain is kept only while it has pages, so that many salts cost nothing
             self._roots[domain] = node
-        self.protected += child.size
         if self.listener is not None:
-            self.listener.stored(edge, pages, _last_page(node), domain)
-        if self._watch and use is not None:
-            self.policy.grow(child, end, use)
+            self.listener.stored(edge, child.pages, _last_page(node), domain)
         return child
 
     def _descend(self, node: Node, key: bytes, end: int) -> tuple[Node, int]:

@@ -1,34 +1,36 @@
 """The least recently used leaf first."""
 from __future__ import annotations
 
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush, heapreplace
 
 from ..node import Node
 from .protocol import Unwatching
 
 
 class LeastRecentlyUsed(Unwatching):
-    """The leaf whose last use is longest ago. A lazy heap: an entry counts only while its stamp is the node's."""
+    """The leaf whose last use is longest ago. A heap with one entry a leaf, which learns of later uses when it is at
+    the top: a use costs nothing, and there is never more in the heap than in the tree."""
 
     def __init__(self, capacity: int):
         super().__init__(capacity)
         self._heap: list[tuple[int, int, Node]] = []
-        self._limit = 1024
 
     def add(self, node: Node) -> None:
-        heappush(self._heap, (node.stamp, id(node), node))
-        if len(self._heap) > self._limit:
-            self._compact()
+        if not node.queued:
+            node.queued = True
+            heappush(self._heap, (node.stamp, id(node), node))
 
     def pop(self) -> Node | None:
         heap = self._heap
         while heap:
-            stamp, _, node = heappop(heap)
-            if stamp == node.stamp and node.evictable:
+            stamp, _, node = heap[0]
+            if not node.evictable:
+                node.queued = False
+                heappop(heap)
+            elif stamp != node.stamp:
+                heapreplace(heap, (node.stamp, id(node), node))
+            else:
+                node.queued = False
+                heappop(heap)
                 return node
         return None
-
-    def _compact(self) -> None:
-        self._heap = [entry for entry in set(self._heap) if entry[0] == entry[2].stamp and entry[2].evictable]
-        heapify(self._heap)
-        self._limit = 1024 + 2 * len(self._heap)

@@ -23,7 +23,7 @@ class Use:
 
 class EvictionPolicy(Protocol):
     """An index of the tree's unlocked leaves: which one goes next. A policy changes nothing of a node but `hits`,
-    `turn`, `mark` and `ghosts`, which are there for it, and never calls a clock.
+    `turn`, `mark`, `ghosts` and `queued`, which are there for it, and never calls a clock.
 
     capacity: pages that the cache can hold. watches: False = only `add` and `pop` are called.
     A split copies `hits`, `turn` and `mark` to both halves (`turn` of the front: its parent's); `ghosts` stays behind.
