@@ -88,7 +88,7 @@ class Platform:
         return Manifest(name="null", device="no device", interface=INTERFACE_VERSION, compute_dtypes=("f32", "bf16"),
                         kv_dtypes=("bf16", "f32"), formats=(), page_sizes=(16, 1, 2, 4, 8, 32, 64, 128), buckets=None,
                         memory_total=2**34, memory_free=2**34, determinism="T0", rank=-1,
-                        features=frozenset(FEATURES) - {"kv_scales", *self._lacks})
+                        features=frozenset(FEATURES) - self._lacks)
 
     def supports(self, op: str, **case: Any) -> str | None:
         return "the null platform was made without it" if op in self._lacks else None
