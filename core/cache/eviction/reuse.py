@@ -13,6 +13,7 @@ EDGES = np.concatenate([[0.0], 0.5 * 2.0 ** (np.arange(BINS) / 2)])  # seconds, 
 RING = 1 << 16    # uses that are followed until their pages are used again
 GROUPS = 4        # of pages by how often they were used again: never, once, two or three times, more often
 DECAY = 0.98      # of what was learned, at every rebuild
+_LATER = np.triu(np.ones((BINS, BINS), bool))
 PRIOR = 10.0      # typical nodes' worth of belief that a class is like all others
 
 
@@ -81,23 +82,28 @@ class ReuseModel:
         low = int(self._passed.min())
         times = np.maximum.accumulate(self._time[np.arange(low, self._next) % RING])
         upto = low + np.searchsorted(times, now - EDGES[:-1], "right")
-        reached = self.reached.reshape(GROUPS, self.kinds, BINS)
-        for k, (start, stop) in enumerate(zip(self._passed.tolist(), upto.tolist(), strict=True)):
-            if stop > start:
-                slots = np.arange(start, stop) % RING
-                for g in range(GROUPS):
-                    reached[g, :, k] += np.bincount(self._kind[slots], self._alive[slots, g], self.kinds)
+        counts = np.maximum(0, upto - self._passed)
+        bins = np.repeat(np.arange(BINS), counts)
+        slots = (np.arange(len(bins)) + np.repeat(self._passed - (np.cumsum(counts) - counts), counts)) % RING
+        cells = self._kind[slots] * BINS + bins
+        reached = self.reached.reshape(GROUPS, self.kinds * BINS)
+        for g in range(GROUPS):
+            reached[g] += np.bincount(cells, self._alive[slots, g], self.kinds * BINS)
         self._passed = np.maximum(self._passed, upto)
 
     def _rebuild(self) -> None:
         prior = PRIOR * self._typical
         all_died, all_reached = self.died.sum(0), self.reached.sum(0)
         common = (all_died + 0.005 * prior) / (all_reached + 0.1 * prior)
-        hazard = np.minimum(0.999, (self.died + prior * common) / (self.reached + prior))
-        widths, index = np.diff(EDGES), self.index
-        for age in range(BINS):
-            alive = np.cumprod(1 - hazard[:, age:], 1)
-            before = np.concatenate([np.ones((len(hazard), 1)), alive[:, :-1]], 1)
-            ends = before * hazard[:, age:]
-            held = np.cumsum((alive + 0.5 * ends) * widths[age:], 1)
-            index[:, age] = (np.cumsum(ends, 1) / held).max(1)
+        some = np.append(np.flatnonzero(self.reached.any(1)), 0)  # the last row stands for classes without data
+        died, reached = self.died[some], self.reached[some]
+        died[-1] = reached[-1] = 0.0
+        hazard = np.minimum(0.999, (died + prior * common) / (reached + prior))
+        alive = np.concatenate([np.ones((len(some), 1)), np.cumprod(1 - hazard, 1)], 1)  # [classes, BINS + 1]
+        ends = alive[:, :-1, None] - alive[:, None, 1:]                                  # from age on, before horizon
+        spent = 0.5 * (alive[:, :-1] + alive[:, 1:]) * np.diff(EDGES)
+        left = np.concatenate([np.cumsum(spent[:, ::-1], 1)[:, ::-1], np.zeros((len(some), 1))], 1)
+        held = left[:, :-1, None] - left[:, None, 1:]
+        worth = np.where(_LATER, ends / np.where(held > 0, held, np.inf), 0.0).max(2)
+        self.index[:] = worth[-1]
+        self.index[some[:-1]] = worth[:-1]
