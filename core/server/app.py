@@ -18,6 +18,7 @@ from . import admin, native
 from .chat import chat_completions
 from .completions import completions
 from .context import Server
+from .dashboard import dashboard
 from .errors import error_response
 from .middleware import Gate, split_keys
 from .text_service import TextService
@@ -43,6 +44,7 @@ ROUTES: tuple[tuple[str, str, Handler], ...] = (
     ("GET", "/metrics", admin.metrics),
     ("GET", "/server_info", admin.server_info),
     ("GET", "/get_server_info", admin.server_info),
+    ("GET", "/dashboard", dashboard),
     ("GET", "/version", admin.show_version),
     ("GET", "/", admin.root),
 )

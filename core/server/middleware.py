@@ -14,7 +14,8 @@ from .errors import error_response
 from .limits import MAX_HEADER_BYTES, MAX_HEADERS
 from .request_log import log_request
 
-OPEN_PATHS = frozenset({"/health", "/ready"})  # without a key: load balancers and process supervisors have none
+# Without a key: load balancers and process supervisors have none, and a browser asks for a page before it knows one.
+OPEN_PATHS = frozenset({"/health", "/ready", "/dashboard"})
 _REQUEST_ID = re.compile(rb"[!-~]{1,128}")
 
 
