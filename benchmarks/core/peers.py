@@ -2,8 +2,8 @@
 
     python -m pip download --no-deps sglang==0.5.23 -d wheels && python -m zipfile -e wheels/sglang-*.whl FOLDER
 
-The wheel asks for a GPU and a hundred packages; the caches need torch alone. While this module imports them, every other
-package, and every part of SGLang that has nothing to do with caches, is an empty stand-in.
+The wheel asks for a GPU and a hundred packages; the caches need torch alone. While this module imports them, every
+other package, and every part of SGLang that has nothing to do with caches, is an empty stand-in.
 """
 from __future__ import annotations
 
@@ -105,14 +105,15 @@ class SGLang:
 
     def __init__(self, name: str, cache: Any, frees: _Frees, made: types.SimpleNamespace):
         self.name, self.cache, self.frees, self._made = name, cache, frees, made
+        self.size = cache.page_size
 
     def prompt(self, tokens: Any) -> array:
         """Token ids as a request of theirs holds them."""
-        return array("q", tokens.tobytes() if tokens.dtype == "int64" else tokens.astype("int64").tobytes())
+        return array("q", tokens.astype("int64").tobytes())
 
     def slots(self, count: int, start: int) -> Any:
-        """Slot numbers as their allocator gives them, one a token."""
-        return self._made.torch.arange(start, start + count, dtype=self._made.torch.int64)
+        """Slot numbers as a row of their request table has them, one a token."""
+        return self._made.torch.arange(start, start + count, dtype=self._made.torch.int32)
 
     def match(self, prompt: array, domain: str) -> tuple[int, Any]:
         made = self._made
@@ -120,9 +121,29 @@ class SGLang:
         return result.device_prefix_len, result.last_device_node
 
     def insert(self, prompt: array, slots: Any, domain: str) -> int:
+        """Key and values as their `checkpoint` makes them of a request's tokens and row."""
         made = self._made
-        result = self.cache.insert(made.InsertParams(key=made.RadixKey(prompt, domain), value=slots))
+        values = slots.to(dtype=made.torch.int64, copy=True)
+        result = self.cache.insert(made.InsertParams(key=made.RadixKey(prompt, domain), value=values))
         return result.prefix_len
+
+    def start(self, prompt: array, slots: Any, domain: str) -> Any:
+        """A request that has locked its cached prefix and has slots for all its tokens."""
+        found, node = self.match(prompt, domain)
+        kv = types.SimpleNamespace(req_pool_idx=0, cache_protected_len=found, cache_inserted_len=0, swa_evict_floor=0)
+        self.cache.req_to_token_pool.req_to_token[0, found:len(slots)] = slots[found:]
+        self.cache.req_to_token_pool.req_to_token[0, :found] = self.path(node)
+        return types.SimpleNamespace(
+            full_untruncated_fill_ids=prompt, origin_input_ids=prompt, extra_key=domain, cache_salt=None, priority=0,
+            session_id=None, kv_rotation_base=None, kv=kv, lock=self.lock(node), last_node=node, finished=lambda: False)
+
+    def commit(self, request: Any) -> int:
+        """All of a request's full pages into the tree, its lock with them: what a prefill ends with."""
+        self.cache.checkpoint(request, up_to=len(request.full_untruncated_fill_ids))
+        return request.kv.cache_protected_len
+
+    def end(self, request: Any) -> None:
+        self.unlock(request.lock)
 
     def lock(self, node: Any) -> Any:
         return self.cache.lock(node)
@@ -156,7 +177,7 @@ def load(folder: Path) -> types.SimpleNamespace:
     from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 
     unified_radix_cache.StreamingSession = lambda cache: types.SimpleNamespace(
-        try_match_prefix=lambda params: None, slots={})
+        try_match_prefix=lambda params: None, try_checkpoint=lambda *args, **kwargs: False, slots={})
     unified_radix_cache.is_virtual_node = lambda node: False
     return types.SimpleNamespace(
         torch=torch, RadixKey=radix_cache.RadixKey, MatchPrefixParams=base.MatchPrefixParams,
@@ -167,10 +188,11 @@ def load(folder: Path) -> types.SimpleNamespace:
 
 def caches(made: types.SimpleNamespace, page_size: int) -> list[SGLang]:
     """Their three caches, empty: the default with its core in Rust, the same with its core in Python, the older one."""
-    found = []
+    found, table = [], made.torch.zeros((1, 65536), dtype=made.torch.int32)
+    rows = types.SimpleNamespace(req_to_token=table, write=table.__setitem__)
     for name, core in (("SGLang Rust", "rust"), ("SGLang unified py", "python"), ("SGLang RadixCache", None)):
         frees = _Frees()
-        params = made.CacheInitParams(disable=False, req_to_token_pool=None, token_to_kv_pool_allocator=frees,
+        params = made.CacheInitParams(disable=False, req_to_token_pool=rows, token_to_kv_pool_allocator=frees,
                                       page_size=page_size, tree_components=made.components, tree_core_backend=core)
         cache = (made.UnifiedRadixCache if core else made.RadixCache)(params)
         if core and ("Rust" in type(cache.tree_core).__name__) != (core == "rust"):

@@ -1,9 +1,11 @@
 """The radix cache beside SGLang's: match, insert, lock and evict, one process, in turn, thread CPU time.
 
-    OMP_NUM_THREADS=1 python benchmarks/core/radix.py [--sglang FOLDER] [--pages 1 16 64] [--nodes 1000 100000] [--json F]
+    OMP_NUM_THREADS=1 python benchmarks/core/radix.py [--sglang FOLDER] [--pages 1 16 64] [--nodes 1000 100000]
 
 FOLDER holds their unpacked wheel (see peers.py); without it Isthmus runs alone. Isthmus has every duty on: domains, a
-listener for KV events, ownership and generations in the pool. SGLang has its namespaces on and its events off.
+listener for KV events, ownership and generations in the pool. SGLang has its namespaces on, its events off, and an
+allocator that does nothing. `insert` is one call of the tree; `commit` is what an engine does when a prompt has been
+computed: CacheManager.commit here, `checkpoint` there.
 """
 from __future__ import annotations
 
@@ -23,8 +25,9 @@ from isthmus.core.cache.events import CacheEvents
 from isthmus.core.cache.manager import CacheManager
 from isthmus.core.cache.pool import TREE
 
-LENGTHS = (128, 1024, 8192, 32768)
-SHARED, LEAF, TURN, TURNS = 512, 64, 256, 40  # tokens: of the common prefix, of each leaf, of a turn; turns of the deep path
+NEW = {128: 16, 1024: 16, 8192: 8, 32768: 4}  # lengths of prompts; how many that are new to the cache in one round
+SHARED, LEAF = 512, 64   # tokens of the common prefix, of each leaf
+TURN, TURNS = 256, 40    # tokens of a turn of the conversation that makes the deep path; how many
 VOCABULARY, DOMAIN, OWNER = 150_000, "tenant-7", 1
 
 
@@ -33,9 +36,9 @@ class Isthmus:
 
     name = "Isthmus"
 
-    def __init__(self, page_size: int, tokens: int):
+    def __init__(self, page_size: int, tokens: int, policy: str):
         self.size = page_size
-        self.cache = CacheManager(tokens // page_size + 2, page_size, strict=True)
+        self.cache = CacheManager(tokens // page_size + 2, page_size, policy, strict=True)
         self.tree, self.pool = self.cache.tree, self.cache.pool
         self.tree.listener = self.events = CacheEvents(self.pool.total, page_size)
         self.events.cleared()
@@ -57,6 +60,22 @@ class Isthmus:
         if found < len(slots):
             self.pool.transfer(slots[found:], OWNER, TREE)
         return found * self.size
+
+    def start(self, prompt: bytes, slots: np.ndarray, domain: str) -> list[Any]:
+        """A request that has locked its cached prefix and has pages for all its tokens."""
+        tokens, (pages, node) = np.frombuffer(prompt, np.int32), self.cache.acquire(prompt, self.domain)
+        use = self.cache.admit(tokens, len(pages), node)
+        self.pool.release(slots[:len(pages)], OWNER)
+        return [tokens, np.concatenate([pages, slots[len(pages):]]), len(pages), node, use]
+
+    def commit(self, request: list[Any]) -> int:
+        tokens, row, shared, node, use = request
+        request[2:4] = self.cache.commit(tokens, row, shared, OWNER, self.domain, node, use)
+        return request[2] * self.size
+
+    def end(self, request: list[Any]) -> None:
+        _, row, shared, node, use = request
+        self.cache.release(row, shared, OWNER, node, use)
 
     def lock(self, node: Any) -> Any:
         self.tree.lock(node)
@@ -106,7 +125,7 @@ class Bench:
                 cache.events._noted = 0
 
     def measure(self, op: str, tokens: int, calls: int, prepare: Callable[[Any], list[Callable[[], Any]]]) -> None:
-        """Time `calls` of what `prepare(cache)` gives, by turns. Rounds whose answers differ between caches are an error."""
+        """Time `calls` times what `prepare(cache)` gives, by turns. Answers that differ between caches are an error."""
         times: dict[str, list[float]] = {cache.name: [] for cache in self.caches}
         for _ in range(self.rounds):
             answers = []
@@ -126,15 +145,15 @@ class Bench:
         print(line(self.rows[-1]), flush=True)
 
     def run(self) -> list[dict[str, Any]]:
-        for tokens in LENGTHS:
+        for tokens in NEW:
             self._prefixes(tokens)
         self._deep()
         for tokens in (64, 1024):
-            self.measure("evict", tokens, 1, lambda cache, n=tokens: [lambda: cache.evict(n) >= n])
+            self.measure("evict", tokens, 4, lambda cache, n=tokens: [lambda: cache.evict(n) >= n])
         return self.rows
 
     def _prefixes(self, tokens: int) -> None:
-        shared = min(SHARED, tokens // 2)
+        shared, started = min(SHARED, tokens // 2), []
         prompt = np.concatenate([self.common[:shared], self._tokens(tokens - shared)])
 
         def hit(cache: Any) -> list[Callable[[], Any]]:
@@ -145,9 +164,17 @@ class Bench:
             ids = cache.prompt(self._tokens(tokens))
             return [lambda: cache.match(ids, DOMAIN)[0]]
 
+        def fresh(cache: Any) -> list[tuple[Any, Any]]:
+            made = [np.concatenate([self.common[:shared], self._tokens(tokens - shared)]) for _ in range(NEW[tokens])]
+            return [(cache.prompt(ids), self._slots(cache, tokens)) for ids in made]
+
         def new(cache: Any) -> list[Callable[[], Any]]:
-            made = [cache.prompt(np.concatenate([self.common[:shared], self._tokens(tokens - shared)])) for _ in range(4)]
-            return [lambda ids=ids, slots=self._slots(cache, tokens): cache.insert(ids, slots, DOMAIN) for ids in made]
+            return [lambda ids=ids, slots=slots: cache.insert(ids, slots, DOMAIN) for ids, slots in fresh(cache)]
+
+        def commit(cache: Any) -> list[Callable[[], Any]]:
+            requests = [cache.start(ids, slots, DOMAIN) for ids, slots in fresh(cache)]
+            started.append((cache, requests))
+            return [lambda request=request: cache.commit(request) for request in requests]
 
         def again(cache: Any) -> list[Callable[[], Any]]:
             ids, slots = cache.prompt(prompt), self._slots(cache, tokens)
@@ -159,6 +186,10 @@ class Bench:
         self.measure("match, none", tokens, 50, miss)
         self.measure("insert", tokens, 1, new)
         self.measure("insert again", tokens, 20, again)
+        self.measure("commit", tokens, 1, commit)
+        for cache, requests in started:
+            for request in requests:
+                cache.end(request)
 
     def _deep(self) -> None:
         conversation = np.concatenate([self.common, self._tokens(LEAF)])
@@ -203,7 +234,7 @@ def line(found: dict[str, Any]) -> str:
     us, ratio = found["us"], found["ratio"]
     cells = [found["op"], f"{found['tokens']:,}", str(found["page_size"]), f"{found['nodes']:,}",
              f"{us[Isthmus.name]:.1f}"]
-    cells += [f"{us[name]:,.1f} = {middle:,.1f}x [{low:,.1f}-{high:,.1f}]" for name, (middle, low, high) in ratio.items()]
+    cells += [f"{us[name]:,.1f} = {mid:,.1f}x [{low:,.1f}-{high:,.1f}]" for name, (mid, low, high) in ratio.items()]
     return "| " + " | ".join(cells) + " |"
 
 
@@ -218,6 +249,7 @@ def main() -> None:
     parser.add_argument("--pages", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--nodes", type=int, nargs="+", default=[1000, 100_000])
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--policy", default="lru", help="eviction policy of Isthmus")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     made = None
@@ -230,9 +262,10 @@ def main() -> None:
     gc.disable()
     for nodes in options.nodes:
         for page_size in options.pages:
-            most = nodes * (LEAF + SHARED) + sum(LENGTHS) * 6 * options.rounds + TURNS * TURN * (TURNS // 2 + 2) + 10**6
+            most = sum((2 * new + 2) * tokens for tokens, new in NEW.items()) * options.rounds
+            most += nodes * (LEAF + SHARED) + TURNS * TURN * (TURNS // 2 + 2) + 10**6
             others = peers.caches(made, page_size) if made else []
-            bench = Bench([Isthmus(page_size, most), *others], page_size, nodes, options.rounds)
+            bench = Bench([Isthmus(page_size, most, options.policy), *others], page_size, nodes, options.rounds)
             print("\n" + head([cache.name for cache in bench.caches]))
             rows += bench.run()
             print("built in s: " + ", ".join(f"{name} {seconds:.1f}" for name, seconds in bench.build.items()))

@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 class CacheListener(Protocol):
     """Called by the tree as it changes, in order, on the scheduler's thread: an implementation only takes notes."""
 
-    def stored(self, tokens: bytes, pages: bytes, parent: int, domain: bytes) -> None:
-        """Pages came in: int32 page numbers, their int32 tokens, the page before the first (0: none), their domain."""
+    def stored(self, tokens: bytes, pages: bytes, before: bytes, domain: bytes) -> None:
+        """Pages came in: int32 page numbers, their int32 tokens, their domain. before: pages whose last is the one
+        before the first of them; empty when a prompt begins with them."""
         ...
 
     def removed(self, pages: bytes) -> None:
@@ -62,11 +63,11 @@ class CacheEvents:
     def __init__(self, pages: int, page_size: int, limit: int = 65536):
         self._page_bytes, self._limit = page_size * ID_BYTES, max(limit, pages)
         self._hash = np.zeros(pages, np.uint64)
-        self._notes: list[tuple[bytes, bytes, int, bytes] | bytes | None] = []
+        self._notes: list[tuple[bytes, bytes, bytes, bytes] | bytes | None] = []
         self._noted, self._lost = 0, True
 
-    def stored(self, tokens: bytes, pages: bytes, parent: int, domain: bytes) -> None:
-        self._note((tokens, pages, parent, domain), len(pages))
+    def stored(self, tokens: bytes, pages: bytes, before: bytes, domain: bytes) -> None:
+        self._note((tokens, pages, before[-ID_BYTES:], domain), len(pages))
 
     def removed(self, pages: bytes) -> None:
         self._note(pages, len(pages))
@@ -82,23 +83,23 @@ class CacheEvents:
         notes, self._notes, self._noted = self._notes, [], 0
         return [self._event(note) for note in notes]
 
-    def _note(self, note: tuple[bytes, bytes, int, bytes] | bytes, size: int) -> None:
+    def _note(self, note: tuple[bytes, bytes, bytes, bytes] | bytes, size: int) -> None:
         self._noted += size
         if self._noted > self._limit * ID_BYTES:
             self._notes, self._lost = [], True
         if not self._lost:
             self._notes.append(note)
 
-    def _event(self, note: tuple[bytes, bytes, int, bytes] | bytes | None) -> Stored | Removed | Cleared:
+    def _event(self, note: tuple[bytes, bytes, bytes, bytes] | bytes | None) -> Stored | Removed | Cleared:
         if note is None:
             return Cleared()
         if isinstance(note, bytes):
             return Removed(self._hash[np.frombuffer(note, np.int32)].tolist())
-        tokens, pages, parent, domain = note
-        before = int(self._hash[parent]) if parent else None
-        hashes = block_hashes(tokens, self._page_bytes, before, domain)
+        tokens, pages, before, domain = note
+        parent = int(self._hash[np.frombuffer(before, np.int32)[0]]) if before else None
+        hashes = block_hashes(tokens, self._page_bytes, parent, domain)
         self._hash[np.frombuffer(pages, np.int32)] = hashes
-        return Stored(hashes.tolist(), before, tokens, domain)
+        return Stored(hashes.tolist(), parent, tokens, domain)
 
 
 def block_hashes(tokens: bytes, page_bytes: int, parent: int | None, domain: bytes) -> np.ndarray:

@@ -9,7 +9,6 @@ are protected. Ancestors of a protected node are therefore protected, and only u
 """
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 
 import numpy as np
@@ -110,7 +109,7 @@ class RadixTree:
         if node.parent is None:  # a domain is kept only while it has pages, so that many salts cost nothing
             self._roots[domain] = node
         if self.listener is not None:
-            self.listener.stored(edge, child.pages, _last_page(node), domain)
+            self.listener.stored(edge, child.pages, node.pages, domain)
         return child
 
     def _descend(self, node: Node, key: bytes, end: int) -> tuple[Node, int]:
@@ -175,24 +174,21 @@ class RadixTree:
 
     def evict(self, count: int) -> np.ndarray:
         """Drop up to `count` pages, tail pages of the least valuable unlocked leaves first: their numbers, int32."""
-        freed, need = [], count
-        while need > 0:
-            node = self.policy.pop()
-            if node is None:
-                break
-            drop = min(need, node.size)
-            keep = node.size - drop
+        freed, need, pop = [], count, self.policy.pop
+        while need > 0 and (node := pop()) is not None:
+            keep = max(0, node.size - need)
             if self._watch:
                 self.policy.drop(node, keep)
-            freed.append(node.pages[keep * ID_BYTES:])
-            self.evictable -= drop
-            need -= drop
+            need -= node.size - keep
             if keep:
-                node.pages, node.edge = node.pages[:keep * ID_BYTES], node.edge[:keep * self.page_bytes]
+                freed.append(node.pages[keep * ID_BYTES:])
+                node.edge, node.pages = node.edge[:keep * self.page_bytes], node.pages[:keep * ID_BYTES]
                 node.size = keep
                 self.policy.add(node)
             else:
+                freed.append(node.pages)
                 self._remove(node)
+        self.evictable -= count - need
         dropped = b"".join(freed)
         if dropped and self.listener is not None:
             if self._roots:
@@ -208,7 +204,7 @@ class RadixTree:
             while stack:
                 node = stack.pop()
                 if node.parent is not None:
-                    listener.stored(node.edge, node.pages, _last_page(node.parent), domain)
+                    listener.stored(node.edge, node.pages, node.parent.pages, domain)
                 stack += node.children.values()
 
     def nodes(self) -> Iterator[tuple[bytes, Node]]:
@@ -274,10 +270,5 @@ class RadixTree:
         if parent.parent is None:
             if not parent.children:
                 del self._roots[parent.edge]
-        elif parent.evictable:
+        elif not parent.children and not parent.locks:
             self.policy.add(parent)
-
-
-def _last_page(node: Node) -> int:
-    """The number of the node's last page; 0 for a root, since page 0 is nobody's."""
-    return int.from_bytes(node.pages[-ID_BYTES:], sys.byteorder)

@@ -24,7 +24,7 @@ class LeastRecentlyUsed(Unwatching):
         heap = self._heap
         while heap:
             stamp, _, node = heap[0]
-            if not node.evictable:
+            if node.children or node.locks or node.parent is None:
                 node.queued = False
                 heappop(heap)
             elif stamp != node.stamp:
