@@ -14,7 +14,7 @@ import triton.language as tl
 
 from .launch import Specialization, launch
 from .linear_products import product
-from .linear_tiles import Matrix, Tile, linear_tile, step_width, tiles_by_target
+from .linear_tiles import WEIGHT_ONLY, Matrix, Tile, linear_tile, step_width, tiles_by_target
 
 TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int8: "i8", torch.uint8: "u8",
          torch.float8_e4m3fn: "fp8e4nv", torch.float8_e4m3fnuz: "fp8e4b8"}
@@ -144,20 +144,22 @@ def weight_signature(kind: str, x: str, w: str, scale: str | None, second: str |
             {name: None for name, kind in types.items() if not kind})
 
 
-TOKENS = {"decode": 1, "batch": 64, "prompt": 4096}  # of the configurations that are compiled ahead of time
+TOKENS = {"decode": 1, "few": 16, "batch": 64, "prompt": 4096}  # of the configurations that are compiled beforehand
 
 
 def linear_specializations(name: str, kind: str, *, x: str = "bf16", w: str = "u8", out: str = "bf16",
                            scale: str | None = "fp32", second: str | None = None, group: int = 0, half: int = 0,
                            zero: bool = False, unsupported: Mapping[str, str] | None = None) -> list[Specialization]:
-    """`linear_kernel` for one kind of weight, with the arguments that `linear` gives it: one token of a small linear
-    (split), a batch with bias, a prompt, each in the tiles that the targets choose. Types are Triton's names."""
+    """`linear_kernel` for one kind of weight, with the arguments that `linear` gives it: one token and a few of a small
+    linear (split), a batch with bias, a prompt, each in the tiles that the targets choose. Types are Triton's names."""
     pointers, absent = weight_signature(kind, x, w, scale, second)
     signature = pointers | {"tokens": "i32", "width": "i32:16", "rows": "i32:16", "steps": "i32", "split_steps": "i32",
                             "part_rows": "i32:16", "x_stride": "i32:16", "xs_stride": "i32", "out_stride": "i32:16"}
     found = []
     for size, tokens in TOKENS.items():
-        choice = partial(linear_tile, kind, tokens, 4096, 4096 if size == "decode" else 8192)
+        if size == "few" and kind not in WEIGHT_ONLY:  # its tile is decode's
+            continue
+        choice = partial(linear_tile, kind, tokens, 4096, 4096 if tokens <= 16 else 8192)
         for tile, others in tiles_by_target(choice).items():
             split, biased = tile.splits > 1, size == "batch"
             ends = {"out_ptr": "*fp32:16" if split else f"*{out}:16"} | ({"bias_ptr": f"*{out}:16"} if biased else {})

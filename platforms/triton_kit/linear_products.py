@@ -10,15 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def narrow(x, dtype: tl.constexpr):
-    """float32 of eight significant bits or fewer in a shorter type: for bf16 nothing is to round, its bits are cut."""
-    if dtype == tl.bfloat16:
-        y = (x.to(tl.uint32, bitcast=True) >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
-    else:
-        y = x.to(dtype)
-    return y
+from .fp8 import decode, narrow
 
 
 @triton.jit
@@ -40,6 +32,12 @@ def either(words, QUARTER: tl.constexpr, ROWS: tl.constexpr):
     return tl.reshape(tl.join(pair & 0xFFFF, pair >> 16), (ROWS, 32))
 
 
+@triton.constexpr_function
+def begins(group, quarter):
+    """Whether a group of `affine4` begins with this quarter of a panel; one of the whole row began with the row."""
+    return group == 32 or (group == 64 and quarter % 2 == 0) or (group > 64 and quarter == 0)
+
+
 @triton.jit
 def nibbles(words, dtype: tl.constexpr, QUARTER: tl.constexpr, ROWS: tl.constexpr):
     """Codes of a quarter of a panel, [ROWS, 32], plus `offset`: one `or` with the bits of 128 (bf16) or 1024 (f16)
@@ -57,9 +55,11 @@ def nibbles(words, dtype: tl.constexpr, QUARTER: tl.constexpr, ROWS: tl.constexp
 @triton.jit
 def sums_of(x, ROWS: tl.constexpr, TOKENS: tl.constexpr):
     """Sum of each token's activations [k, TOKENS], so that it can be added to a product: [ROWS, TOKENS], or
-    [1, TOKENS]. For few tokens the matrix unit, which has time, takes the place of shuffles."""
+    [1, TOKENS]. For few tokens the matrix unit, which has time, takes the place of shuffles. Its ones are joined as
+    codes are: so both products read the activations in one form, which the pipeline then holds once."""
     if TOKENS <= 32:
-        y = tl.dot(tl.full((ROWS, x.shape[0]), 1.0, tl.float32).to(x.dtype), x, input_precision="ieee")
+        ones = tl.full((ROWS, x.shape[0] // 2), 1.0, tl.float32).to(x.dtype)
+        y = tl.dot(tl.reshape(tl.join(ones, ones), (ROWS, x.shape[0])), x, input_precision="ieee")
     else:
         y = tl.sum(x.to(tl.float32), 0)[None, :]
     return y
@@ -77,6 +77,16 @@ def e4m3(code):
     """Bytes of e4m3 as float32, as `e2m1`; its NaN, which no weight has, reads as 480."""
     bits = code.to(tl.uint32)
     return (((bits & 0x80) << 24) | ((bits & 0x7F) << 20)).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
+
+
+@triton.jit
+def expanded(w, dtype: tl.constexpr):
+    """fp8 weights in the activations' type: bytes of e4m3 by their bits, the type itself by the device."""
+    if w.dtype == tl.uint8:
+        y = narrow(e4m3(w), dtype)
+    else:
+        y = decode(w, dtype, "native")
+    return y
 
 
 @triton.jit
@@ -118,8 +128,8 @@ def plain(x_ptr, w_ptr, token, row, first, last, width, x_stride, EVEN: tl.const
         elif x.dtype.is_fp8():
             # Hopper adds fp8 products in 14 bits: no more than one step's before they go into float32.
             acc = tl.dot(w, x, acc, max_num_imprecise_acc=WIDTH)
-        elif w.dtype == tl.uint8:
-            acc = tl.dot(narrow(e4m3(w), x.dtype), x, acc, input_precision="ieee")
+        elif w.dtype == tl.uint8 or w.dtype.is_fp8():
+            acc = tl.dot(expanded(w, x.dtype), x, acc, input_precision="ieee")
         else:
             acc = tl.dot(w, x, acc, input_precision="ieee")
         x_at += WIDTH
@@ -148,7 +158,7 @@ def blocked(x_ptr, xs_ptr, w_ptr, ws_ptr, token, row, scale_row, first, last, wi
             scale = scale * tl.load(xs_ptr + token * xs_stride + step)[None, :]
             acc += tl.dot(w, x) * scale
         else:
-            acc += tl.dot(narrow(e4m3(w), x.dtype), x, input_precision="ieee") * scale
+            acc += tl.dot(expanded(w, x.dtype), x, input_precision="ieee") * scale
         x_at += 128
         w_at += 128
         k += 128
@@ -156,16 +166,15 @@ def blocked(x_ptr, xs_ptr, w_ptr, ws_ptr, token, row, scale_row, first, last, wi
 
 
 @triton.jit
-def fold(acc, part, sums, scale_ptr, second_ptr, group, rows, row, OFFSET: tl.constexpr, ZERO: tl.constexpr):
-    """The sums of one group, of activations times codes (+ OFFSET) and of activations, into the result."""
-    at = group * rows + row
+def group_scale(scale_ptr, second_ptr, at, OFFSET: tl.constexpr, ZERO: tl.constexpr):
+    """(scale, shift) of one group [ROWS] float32: w = scale * (code + OFFSET) + shift."""
     scale = tl.load(scale_ptr + at).to(tl.float32)
     second = tl.load(second_ptr + at).to(tl.float32)
     if ZERO:
         shift = -(second + OFFSET) * scale
     else:
         shift = second - OFFSET * scale
-    return acc + scale[:, None] * part + shift[:, None] * sums
+    return scale, shift
 
 
 @triton.jit
@@ -180,28 +189,36 @@ def affine4(x_ptr, w_ptr, scale_ptr, second_ptr, token, row, first, last, width,
     acc = tl.zeros((ROWS, TOKENS), tl.float32)
     part = tl.zeros((ROWS, TOKENS), tl.float32)
     sums = tl.zeros((ROWS if TOKENS <= 32 else 1, TOKENS), tl.float32)
+    scale = tl.zeros((ROWS,), tl.float32)
+    shift = tl.zeros((ROWS,), tl.float32)
     for step in range(first, last):
+        # Scales are asked for before the codes are waited for: nothing pipelines them, and they come from memory.
+        if GROUP > 64:
+            scale, shift = group_scale(scale_ptr, second_ptr, step // (GROUP // 128) * rows + row, OFFSET, ZERO)
         words = tl.load(w_at)
         for quarter in tl.static_range(4):
+            if GROUP == 32:
+                scale, shift = group_scale(scale_ptr, second_ptr, (4 * step + quarter) * rows + row, OFFSET, ZERO)
+            elif GROUP == 64 and quarter % 2 == 0:
+                scale, shift = group_scale(scale_ptr, second_ptr, (2 * step + quarter // 2) * rows + row, OFFSET, ZERO)
             x = read_tokens(x_at + 32 * quarter, k + 32 * quarter, width, EVEN)
             codes = nibbles(words, dtype, quarter, ROWS)
-            if GROUP == 32 or (GROUP == 64 and quarter % 2 == 0) or (GROUP > 64 and quarter == 0):
+            if begins(GROUP, quarter):
                 part = tl.dot(codes, x, input_precision="ieee")
                 sums = sums_of(x, ROWS, TOKENS)
             else:
                 part = tl.dot(codes, x, part, input_precision="ieee")
                 sums += sums_of(x, ROWS, TOKENS)
-            if GROUP == 32:
-                acc = fold(acc, part, sums, scale_ptr, second_ptr, 4 * step + quarter, rows, row, OFFSET, ZERO)
-            elif GROUP == 64 and quarter % 2 == 1:
-                acc = fold(acc, part, sums, scale_ptr, second_ptr, 2 * step + quarter // 2, rows, row, OFFSET, ZERO)
+            if GROUP == 32 or (GROUP == 64 and quarter % 2 == 1):
+                acc = acc + scale[:, None] * part + shift[:, None] * sums
         if GROUP > 64:
-            acc = fold(acc, part, sums, scale_ptr, second_ptr, step // (GROUP // 128), rows, row, OFFSET, ZERO)
+            acc = acc + scale[:, None] * part + shift[:, None] * sums
         x_at += 128
         w_at += tl.cast(rows, tl.int64) * 16
         k += 128
     if GROUP == 0:
-        acc = fold(acc, part, sums, scale_ptr, second_ptr, 0, rows, row, OFFSET, ZERO)
+        scale, shift = group_scale(scale_ptr, second_ptr, row, OFFSET, ZERO)
+        acc = acc + scale[:, None] * part + shift[:, None] * sums
     return acc
 
 
@@ -216,20 +233,23 @@ def affine8(x_ptr, w_ptr, scale_ptr, second_ptr, token, row, first, last, width,
     acc = tl.zeros((ROWS, TOKENS), tl.float32)
     total = tl.zeros((ROWS if TOKENS <= 32 else 1, TOKENS), tl.float32)
     for step in range(first, last):
-        packed = tl.load(w_at)
-        x = read_tokens(x_at, k, width, EVEN)
-        sums = sums_of(x, ROWS, TOKENS)
         if GROUP == 0:
+            packed = tl.load(w_at)
+            x = read_tokens(x_at, k, width, EVEN)
             acc = tl.dot(whole(packed, dtype), x, acc, input_precision="ieee")
-            total += sums
+            total += sums_of(x, ROWS, TOKENS)
         else:
+            scale, shift = group_scale(scale_ptr, second_ptr, step // (GROUP // HALF) * rows + row, 0.0, ZERO)
+            packed = tl.load(w_at)
+            x = read_tokens(x_at, k, width, EVEN)
             part = tl.dot(whole(packed, dtype), x, input_precision="ieee")
-            acc = fold(acc, part, sums, scale_ptr, second_ptr, step // (GROUP // HALF), rows, row, 0.0, ZERO)
+            acc = acc + scale[:, None] * part + shift[:, None] * sums_of(x, ROWS, TOKENS)
         x_at += HALF
         w_at += tl.cast(rows, tl.int64) * HALF
         k += HALF
     if GROUP == 0:
-        acc = fold(tl.zeros((ROWS, TOKENS), tl.float32), acc, total, scale_ptr, second_ptr, 0, rows, row, 0.0, ZERO)
+        scale, shift = group_scale(scale_ptr, second_ptr, row, 0.0, ZERO)
+        acc = scale[:, None] * acc + shift[:, None] * total
     return acc
 
 

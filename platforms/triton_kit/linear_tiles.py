@@ -23,7 +23,8 @@ class Matrix(NamedTuple):
     int8, fp8         codes [rows, width]; scale [rows] float32. Activations are quantized per token.
     fp8_block         codes [rows, width] fp8; scale [blocks of rows, ceil(width / 128)] float32 for blocks of 128 x 128
                       of each part of `parts` equal parts of rows. Activations are quantized per token and 128 values.
-    fp8_weight, fp8_block_weight   the same with codes as uint8 (e4m3), expanded in registers: no fp8 unit is needed.
+    fp8_weight, fp8_block_weight   the same for activations in 16 bits, expanded in registers: codes fp8 where the
+                      device converts them, else uint8.
     affine4, affine8  codes [panels, rows, half / 4] int32, or [panels, rows, half] uint8, see `linear_int4`; scale and
                       second [groups, rows]; `second` is the minimum, or the zero point in codes where `zero`.
                       group 0 = the whole row.
@@ -81,10 +82,35 @@ def _step(kind: str, family: str) -> int:
     return 64 if kind == "dense" or (kind in PLAIN and family.startswith("gfx")) else 128
 
 
-def _tall(kind: str, across: int, family: str) -> int:
-    """Rows of a tile of few tokens. Hopper's memory is ahead of its instructions: with 128 rows what does not grow with
-    them (tokens, pipeline) is shared by twice the codes to unpack."""
-    return 128 if family == "sm_90" and across == 16 and kind in ("affine4", "mxfp4", "nvfp4") else 64
+WEIGHT_ONLY = ("fp8_weight", "fp8_block_weight", "affine4", "affine8", "mxfp4", "nvfp4")
+
+
+def _across(kind: str, tokens: float, family: str, most: int) -> int:
+    """Tokens of a tile of few. NVIDIA's products take 8: half of what grows with them, and in Hopper's older form,
+    which does not wait for each product of unpacked codes before the next is begun."""
+    least = 8 if family.startswith("sm_") and kind in WEIGHT_ONLY else 16
+    return min(max(least, triton.next_power_of_2(int(tokens))), most)
+
+
+def _few(kind: str, across: int, family: str) -> tuple[int, int]:
+    """(rows, warps) of a tile of few tokens. NVIDIA's memory is ahead of its instructions: with 128 rows what does not
+    grow with them (tokens, pipeline) is shared by twice the codes to unpack. Two warps are too few for the form of
+    Hopper's product that waits; fp4 with two does not fit the registers."""
+    if family.startswith("sm_") and kind in ("affine4", "mxfp4", "nvfp4"):
+        if across == 8:
+            return 128, 4
+        if across == 16 and family == "sm_90":
+            return 128, 2 if kind == "affine4" else 4
+    return 64, 8 if _small(family) and across == 32 else 4
+
+
+def _splits(programs: int, steps: int, most: int, units: int) -> int:
+    """The least number of shares of the sum along `in` that gives every unit two programs, and with which the unit that
+    has most to do takes no more than a tenth longer than it could; at most `most`."""
+    programs = max(1, programs)  # of no tokens
+    enough = min(most, triton.cdiv(2 * units, programs))
+    longest = {n: triton.cdiv(programs * n, units) * triton.cdiv(steps, n) for n in range(enough, most + 1)}
+    return next(n for n, time in longest.items() if time <= 1.1 * min(longest.values()))
 
 
 def linear_tile(kind: str, tokens: int, width: int, rows: int, family: str = "sm_90", units: int = 132) -> Tile:
@@ -97,14 +123,10 @@ def linear_tile(kind: str, tokens: int, width: int, rows: int, family: str = "sm
         raise ValueError(f"no kind of weight {kind!r}; known: {', '.join(KINDS)}")
     step = _step(kind, family)
     if tokens <= 64:
-        across = min(max(16, triton.next_power_of_2(tokens)), 32 if _small(family) else 64)
-        tall = _tall(kind, across, family)
+        across = _across(kind, tokens, family, 32 if _small(family) else 64)
+        tall, warps = _few(kind, across, family)
         programs = triton.cdiv(rows, tall) * triton.cdiv(tokens, across)
-        most = min(16, width // 512)
-        splits = 1
-        while 2 * splits <= most and programs * splits < 2 * units:
-            splits *= 2
-        warps = 8 if _small(family) and across == 32 else 4
+        splits = _splits(programs, triton.cdiv(width, step), max(1, min(16, width // 512)), units)
         return Tile(tall, across, step, splits, warps, _stages(family, deep=across < 64))
     if _small(family):
         return Tile(64, 64 if kind in PLAIN else 32, step, 1, 8, 2)
@@ -117,13 +139,14 @@ def grouped_tile(kind: str, tokens: int, top_k: int, experts: int, family: str =
     """Tile of both products of a MoE layer; `Tile.tokens` is the block that tokens are padded to per expert."""
     each = tokens * top_k / experts
     step = _step(kind, family)
-    across = 16 if each <= 16 else 32 if each <= 48 else 64 if each <= 192 else 128
+    across = _across(kind, each, family, 16) if each <= 16 else 32 if each <= 48 else 64 if each <= 192 else 128
     if across == 128 and kind not in PLAIN:
         across = 64
     if _small(family):
         return Tile(64, min(across, 64 if kind in PLAIN else 32), step, 1, 4 if across < 32 else 8, 2)
     if across <= 32:
-        return Tile(_tall(kind, across, family), across, step, 1, 4, _stages(family, deep=True))
+        tall, warps = _few(kind, across, family)
+        return Tile(tall, across, step, 1, warps, _stages(family, deep=True))
     # With 8 warps Blackwell's compiler leaves each thread 128 registers, and unpacking e2m1 beside `act` takes more.
     warps = 4 if family in ("sm_100", "sm_103") and kind == "mxfp4" else 8
     return Tile(128, across, step, 1, warps, _stages(family, deep=False))

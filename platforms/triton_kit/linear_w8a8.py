@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import torch
 
-from .launch import Specialization
+from .launch import TARGETS, Specialization
 from .linear_kernel import linear, linear_specializations
 from .linear_tiles import Matrix, Tile, linear_tile
 from .quantize import FP8_TARGETS, Quantized, quantize_groups, quantize_tokens
+from .tiles import converts_fp8
 
-UNITS = ("fn", "fnuz", "none")  # what a device multiplies: OCP e4m3, AMD's e4m3fnuz of gfx942, no fp8
+# What a device does with fp8: it multiplies OCP's e4m3, or AMD's e4m3fnuz (gfx942); it converts the former; nothing.
+UNITS = ("fn", "fnuz", "cast", "none")
 
 
 def _row_scales(scale: torch.Tensor, shape: tuple[int, ...], sizes: tuple[int, ...] | None) -> torch.Tensor:
@@ -48,7 +50,8 @@ def fnuz_bits(codes: torch.Tensor) -> torch.Tensor:
 
 def fp8_matrix(codes: torch.Tensor, scale: torch.Tensor, unit: str, *, block: bool = False, parts: int = 1,
                sizes: tuple[int, ...] | None = None) -> Matrix:
-    """Weight [out, in] (or [experts, out, in]) float8_e4m3fn for a device with fp8 `unit` "fn", "fnuz" or "none".
+    """Weight [out, in] (or [experts, out, in]) float8_e4m3fn for a device with fp8 `unit` "fn" or "fnuz"; with "cast"
+    or "none" for activations in 16 bits.
 
     scale: as in `int8_matrix`; with `block` [ceil(out / 128), ceil(in / 128)] for blocks of 128 x 128, those of `parts`
     stacked parts of equal rows one after the other (gate above up: 2). weight = codes * scale.
@@ -65,8 +68,8 @@ def fp8_matrix(codes: torch.Tensor, scale: torch.Tensor, unit: str, *, block: bo
     else:
         scale = _row_scales(scale, shape, sizes)
     kind = "fp8_block" if block else "fp8"
-    if unit == "none":
-        codes, kind = codes.view(torch.uint8), f"{kind}_weight"
+    if unit in ("cast", "none"):
+        codes, kind = codes if unit == "cast" else codes.view(torch.uint8), f"{kind}_weight"
     elif unit == "fnuz":
         codes, scale = fnuz_bits(codes), 2 * scale
     return Matrix(kind, codes.contiguous(), *shape[-2:], scale, experts=shape[0] if codes.ndim == 3 else 0,
@@ -95,12 +98,19 @@ def w8a8_linear(x: torch.Tensor | Quantized, weight: Matrix, bias: torch.Tensor 
     return linear(values, weight, bias, tile, x_scale=scale, dtype=dtype)
 
 
+STORED = {  # how weights in fp8 alone are stored, and why some targets store them otherwise
+    "u8": {target: "converts e4m3 itself" for target in TARGETS if converts_fp8(target)},
+    "fp8e4nv": {target: "does not convert e4m3 itself" for target in TARGETS if not converts_fp8(target)},
+}
+
+
 def specializations() -> list[Specialization]:
     """int8; fp8 of both kinds by row and by block; fp8 weights alone, on every target."""
     found = linear_specializations("int8", "int8", x="i8", w="i8")
     for fp8 in ("fp8e4nv", "fp8e4b8"):
         for kind in ("fp8", "fp8_block"):
             found += linear_specializations(f"{kind} {fp8}", kind, x=fp8, w=fp8, unsupported=FP8_TARGETS[fp8])
-    for kind in ("fp8_weight", "fp8_block_weight"):
-        found += linear_specializations(kind, kind)
+    for w, others in STORED.items():
+        for kind in ("fp8_weight", "fp8_block_weight"):
+            found += linear_specializations(kind + (" cast" if w != "u8" else ""), kind, w=w, unsupported=others)
     return found

@@ -19,7 +19,7 @@ from .launch import Specialization, launch
 from .linear_kernel import NEIGHBOURS, check_activations, neighbours, scale_stride, weight_constants, weight_signature
 from .linear_products import product
 from .linear_tiles import Matrix, Tile, grouped_tile, step_width, tiles_by_target
-from .linear_w8a8 import quantized_for
+from .linear_w8a8 import STORED, quantized_for
 from .quantize import FP8_TARGETS
 from .routing import Sorted, route, sort_by_expert
 
@@ -195,7 +195,9 @@ def specializations() -> list[Specialization]:
     for fp8 in ("fp8e4nv", "fp8e4b8"):
         for kind in ("fp8", "fp8_block"):
             found += _specializations(f"{kind} {fp8}", kind, x=fp8, w=fp8, unsupported=FP8_TARGETS[fp8])
-    found += _specializations("fp8_block_weight", "fp8_block_weight")
+    for w, others in STORED.items():
+        found += _specializations("fp8_block_weight" + (" cast" if w != "u8" else ""), "fp8_block_weight", w=w,
+                                  unsupported=others)
     found += _specializations("affine4 g128", "affine4", w="i32", scale="fp16", second="fp16", group=128, half=64,
                               zero=True)
     found += _specializations("mxfp4", "mxfp4", w="i32", scale="u8", group=32, half=64)

@@ -22,6 +22,7 @@ from .linear_int4 import pack_affine
 from .linear_kernel import linear
 from .linear_tiles import Matrix, linear_tile
 from .linear_w8a8 import fp8_matrix, int8_matrix, quantized_for
+from .tiles import converts_fp8
 
 FOUR_BITS = ("q4_0", "q4_1", "q4_k", "affine2", "affine3", "affine4", "awq4", "gptq2", "gptq3", "gptq4", "pack4")
 FP8, BLOCKS, FP4 = "fp8", "fp8_128", ("mxfp4", "nvfp4", "nvfp4_div")
@@ -53,6 +54,12 @@ class Policy:
 
     unit: str
     narrow: bool
+
+    def fp8(self, device: Device) -> str:
+        """What the device does with weights in fp8, see `linear_w8a8.UNITS`."""
+        if self.narrow and self.unit != "none":
+            return self.unit
+        return "cast" if converts_fp8(device.arch) else "none"
 
 
 def load_weight(raws: Sequence[RawTensor], spec: WeightSpec, dtype: str, device: Device, policy: Policy) -> Leaf | Kept:
@@ -133,13 +140,13 @@ def scale_rows(raw: RawTensor) -> np.ndarray:
 
 def pack_fp8(experts: Sequence[Sequence[RawTensor]], many: bool, device: Device, policy: Policy) -> Matrix:
     codes, scale = stacked(experts, many, device, lambda raw: (rows_of(raw), scale_rows(raw)))
-    return fp8_matrix(codes.view(torch.float8_e4m3fn), scale, policy.unit if policy.narrow else "none")
+    return fp8_matrix(codes.view(torch.float8_e4m3fn), scale, policy.fp8(device))
 
 
 def pack_fp8_blocks(experts: Sequence[Sequence[RawTensor]], many: bool, device: Device, policy: Policy) -> Matrix:
     codes, scale = stacked(experts, many, device, lambda raw: (rows_of(raw), expand(raw.extra[0])))
     parts = 1 if experts[0][0].shape[0] % 128 == 0 else len(experts[0])
-    return fp8_matrix(codes.view(torch.float8_e4m3fn), scale, policy.unit if policy.narrow else "none", block=True,
+    return fp8_matrix(codes.view(torch.float8_e4m3fn), scale, policy.fp8(device), block=True,
                       parts=parts)
 
 

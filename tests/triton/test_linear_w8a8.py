@@ -101,7 +101,7 @@ def test_int8(tokens, rows, width, tile, biased):
     assert torch.equal(out, linear_w8a8.w8a8_linear(quantized, weight, bias, tile))
 
 
-@pytest.mark.parametrize("unit", ["fn", "fnuz", "none"])
+@pytest.mark.parametrize("unit", ["fn", "fnuz", "cast", "none"])
 @pytest.mark.parametrize("per", ["tensor", "parts", "channel", "block"])
 @pytest.mark.parametrize("tokens, width, tile", [(3, 200, TILE._replace(splits=2)), (18, 256, TILE)])
 def test_fp8(unit, per, tokens, width, tile):
@@ -115,6 +115,7 @@ def test_fp8(unit, per, tokens, width, tile):
     spread = spread.repeat_interleave(128, 1)[:, :width] if per == "block" else spread.expand(rows, width)
     weight = linear_w8a8.fp8_matrix(w.to(DEVICE), scale.to(DEVICE), unit, block=per == "block",
                                     parts=parts if per == "block" else 1, sizes=(36, 36) if per == "parts" else None)
+    assert weight.codes.dtype == {"fnuz": FP8[1], "none": torch.uint8}.get(unit, FP8[0])
     x = random(tokens, width, seed=1).bfloat16().to(DEVICE)
     values, x_scale = linear_w8a8.quantized_for(x, weight)
     xq = float64(values)
