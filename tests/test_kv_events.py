@@ -156,8 +156,8 @@ class Told:
         self._size, self._names = cache.page_size * 4, {0: None}
         cache.tree.tell(self)
 
-    def stored(self, tokens: bytes, pages: bytes, parent: int, domain: bytes) -> None:
-        before = self._names[parent]
+    def stored(self, tokens: bytes, pages: bytes, before: bytes, domain: bytes) -> None:
+        before = self._names[int.from_bytes(before[-4:], "little")]
         for i, page in enumerate(np.frombuffer(pages, np.int32).tolist()):
             block = tokens[i * self._size:(i + 1) * self._size]
             name = self._names[page] = int(block_hashes(block, self._size, before, domain)[0])
