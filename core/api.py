@@ -21,7 +21,7 @@ from .cli.settings import check, list_settings
 from .config import Config
 from .engine import EngineCore
 from .errors import ConfigError, EngineStopped, Overloaded, RequestError
-from .messages import Logprobs, Submit, TextOutput, TokenOutputs, Watch, pack_ids, request_error, unpack_ids
+from .messages import Logprobs, Submit, TextOutput, Watch, pack_ids, request_error, unpack_ids
 from .processes.detokenizer import DetokenizerState
 from .server.errors import validation_error
 from .server.protocol import SamplingFields, ShortText, TermFields, spellings
@@ -227,7 +227,7 @@ class Engine:
             yield arrived.popleft()
 
     def _step(self) -> None:
-        texts, stops = self._texts.handle(TokenOutputs(self.core.step()))
+        texts, stops = self._texts.handle(self.core.step().message())
         self.core.abort(stops, "stop")
         for output in texts.outputs:
             if output.id in self._arrived:  # nobody waits for one that was left early

@@ -25,6 +25,7 @@ from .platform import State, Step
 from .recording.recorder import Recorder, open_file
 from .scheduler.admission import Limits
 from .scheduler.batch import build_batch
+from .scheduler.outputs import StepOutputs
 from .scheduler.scheduler import NOT_A_NUMBER, Plan, Scheduler
 from .scheduler.times import DEVICE, FINISH, SCHEDULE, StepTimes
 from .specs import Bucket
@@ -119,31 +120,31 @@ class EngineCore:
         """Is there anything that `step` would do?"""
         return bool(self._flight or self.scheduler.running or self.scheduler.waiting or self.scheduler.has_ended)
 
-    def step(self) -> list[TokenOutput]:
+    def step(self) -> StepOutputs:
         """Launch the next step, then settle the previous one (with overlap) or this one: the new outputs."""
         self.times.enter(SCHEDULE)
         self.recorder.stepped()
-        outputs = self.relieve() + self._advance()
+        outputs = self.relieve() or self._advance()
         self._publish()
         self.times.enter(None)
         if debug_level() >= 3:
             self.scheduler.verify()
         return outputs
 
-    def relieve(self) -> list[TokenOutput]:
+    def relieve(self) -> StepOutputs:
         """Give memory of K and V back when the device gets short of it, at most a quarter at once; looks each second.
 
         Running requests wait and are computed anew in the pages that are left; the outputs are of the step in flight.
         """
         floor = self._manifest.memory_floor
         if not floor or (now := self.recorder.now()) < self._next_look:
-            return []
+            return StepOutputs()
         self._next_look = now + LOOK
         had, least = self.cache.pool.capacity, self.scheduler.limits.max_pages
         left = max(least, had * 3 // 4)
         total, free = self.recorder.memory(self._free_memory)
         if free >= floor * total or left >= had:
-            return []
+            return StepOutputs()
         outputs = self._land()
         self.scheduler.retract_all()
         self.cache.shrink(left + 1)
@@ -186,7 +187,7 @@ class EngineCore:
         if self._publisher is not None:
             self._publisher.publish()
 
-    def _advance(self) -> list[TokenOutput]:
+    def _advance(self) -> StepOutputs:
         plan = self.scheduler.plan(self.recorder.now())
         previous, self._flight = self._flight, None
         if plan is not None:
@@ -198,7 +199,7 @@ class EngineCore:
         if not self._overlap:
             previous, self._flight = self._flight, None
         if previous is None:
-            return self.scheduler.ended()
+            return StepOutputs(self.scheduler.ended())
         self.times.enter(DEVICE)
         try:
             result = previous[1].collect()
@@ -208,11 +209,11 @@ class EngineCore:
         self.times.enter(FINISH)
         return self.scheduler.settle(previous[0], result)
 
-    def _land(self) -> list[TokenOutput]:
+    def _land(self) -> StepOutputs:
         """Settle the step in flight without launching another."""
         flight, self._flight = self._flight, None
         if flight is None:
-            return []
+            return StepOutputs()
         try:
             result = flight[1].collect()
         except Exception as error:
@@ -246,7 +247,7 @@ class EngineCore:
                 flight[1].collect()
             except Exception as second:
                 log.error("step %d failed too: %s", flight[0].step, second)
-        return self.scheduler.fail(plans, f"the step failed on {self._manifest.name}: {error}")
+        return StepOutputs(self.scheduler.fail(plans, f"the step failed on {self._manifest.name}: {error}"))
 
     def _warm_up(self) -> None:
         """One token through the whole path, so that the first request is not the slow one; it leaves no trace. Then one

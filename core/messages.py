@@ -116,9 +116,10 @@ class Logprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
-    """New tokens of one request.
+    """New tokens of one request, with all that may be told of them.
 
     tokens: packed ids, stop ids included. finish: None while it runs. stop_id: the id that ended it, else -1.
+    handle: the request's short name in `TokenOutputs` from its first output on, else -1.
     prompt_tokens and cached_tokens (those whose K and V came from the cache) are set on the first output.
     prompt_logprobs: of prompt tokens 1..n-1 (the first has none), on the first output, if asked.
     error, status, code, param: what `RequestError` carries, when finish is "error".
@@ -137,6 +138,7 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
     status: int = 500
     code: str | None = None
     param: str | None = None
+    handle: int = -1
 
 
 def refused(id: str, error: RequestError) -> TokenOutput:
@@ -145,9 +147,14 @@ def refused(id: str, error: RequestError) -> TokenOutput:
 
 
 class TokenOutputs(msgspec.Struct, frozen=True, tag=True):
-    """All outputs of one step."""
+    """All outputs of one step: first ones, endings and what has log-probabilities or an error in `outputs`; of every
+    other request just its new token, as two packed int32 columns. A request is in one of the two; what it has in the
+    columns, in order, may be several tokens.
+    """
 
     outputs: list[TokenOutput]
+    handles: bytes = b""
+    tokens: bytes = b""
 
 
 class Watch(msgspec.Struct, frozen=True, tag=True):

@@ -7,6 +7,7 @@ from collections import OrderedDict
 
 from isthmus.core.errors import Overloaded, RequestError
 from isthmus.core.messages import TokenOutput, pack_ids, unpack_ids
+from isthmus.core.scheduler.outputs import StepOutputs
 
 SPECIAL = 0  # a prompt that starts with one of these misbehaves on purpose
 REFUSE, CRASH, RAISE, FULL, BUG = 250, 251, 252, 253, 254
@@ -93,12 +94,15 @@ class FakeEngine:
                 del self.running[id]
             else:
                 self.running[id] = (prompt, params, n + 1)
-        return outputs
+        return StepOutputs(outputs)
 
     def command(self, name):
         if name == "flush_cache":
             raise RequestError("2 requests are running")
         return {"running": len(self.running), "steps": self.steps, "busy": self.has_work}
+
+    def report(self):
+        return f"fake: {len(self.running)} running, after step {self.steps}"
 
     def close(self):
         self.closed = True

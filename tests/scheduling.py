@@ -344,7 +344,7 @@ class Run:
             result = flight[1].collect()
         except Fault as fault:
             return self._failed([flight[0]] + [p[0] for p in (self.flight,) if p], fault)
-        return self.scheduler.settle(flight[0], result)
+        return list(self.scheduler.settle(flight[0], result))
 
     def _failed(self, plans: list[Plan], fault: Fault) -> list[TokenOutput]:
         flight, self.flight, self.faulted = self.flight, None, True
@@ -368,8 +368,9 @@ class Run:
         late = [rid for rid, t in self.tracks.items() if t.aborted and not t.finish]
         assert not late, f"{late} are aborted and have no end"
         once_a_second = self.now - 1.02
-        late = [r.id for r in self.scheduler._waiting if once_a_second - r.arrival > self.limits.waiting_timeout]
-        running = self.scheduler._running.values()
+        waiting = self.scheduler._waiting
+        late = [r.id for r in waiting if not r.attempts and once_a_second - r.arrival > self.limits.waiting_timeout]
+        running = [*self.scheduler._running.values(), *(r for r in waiting if r.attempts)]
         late += [r.id for r in running if once_a_second - r.started > self.limits.running_timeout]
         assert not late, f"{late} should have timed out"
 
@@ -423,7 +424,7 @@ class Run:
 
 def check_logprobs(have: Logprobs, tokens: np.ndarray, k: int) -> None:
     ids = (tokens[:, None] + np.arange(k)) % VOCAB
-    assert have.k == k
+    assert have is not None and have.k == k
     assert have.chosen == logprob_of(tokens).tobytes(), f"logprobs {np.frombuffer(have.chosen, np.float32)} of {tokens}"
     assert (have.top_ids, have.top) == (pack_ids(ids), logprob_of(ids).tobytes()), f"top logprobs of {tokens}"
 

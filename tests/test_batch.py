@@ -216,7 +216,7 @@ def test_the_batch_is_no_view_of_the_table():
     _, batch = bench.launch()
     table, request = bench.run.scheduler.table, next(iter(bench.run.scheduler._running.values()))
     ours = [v for v in vars(table).values() if isinstance(v, np.ndarray)]
-    ours += [request.tokens, request.history._ids, request.history._counts, request.bias_ids, request.bias_values]
+    ours += [request.ids, request.history._ids, request.history._counts, request.bias_ids, request.bias_values]
     theirs = [*batch[:-1], *batch.sampling, *batch.sampling.penalties, *(batch.sampling.bias or ())]
     for array in theirs:
         if isinstance(array, np.ndarray):

@@ -100,7 +100,7 @@ def test_tokens_are_right_with_and_without_overlap(engine, overlap):
 def test_overlap_launches_a_step_before_it_settles_the_last(engine):
     core = engine(True)
     submit(core, "a", [1, 2], max_tokens=3)
-    assert core.step() == [] and core.steps == 1
+    assert not core.step() and core.steps == 1
     assert len(core.step()) == 1 and core.steps == 2
     without = engine(False)
     submit(without, "a", [1, 2], max_tokens=3)
@@ -160,7 +160,7 @@ def test_pages_are_given_back_when_memory_gets_short(engine, overlap, monkeypatc
     monkeypatch.setattr(core, "_manifest", replace(core._manifest, memory_floor=0.1))
     monkeypatch.setattr(core.device, "memory", lambda: (1000, free[0]), raising=False)
     requests = [submit(core, f"r{i}", [i, 5, 6, 7, 8], max_tokens=9) for i in range(3)]
-    outputs = core.step() + core.step() + core.step()
+    outputs = [*core.step(), *core.step(), *core.step()]
     assert core.command("stats")["pages_total"] == 29
     free[0], now[0] = 99, 4.0
     outputs += core.step()

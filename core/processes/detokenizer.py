@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import zmq
@@ -38,10 +39,19 @@ class _Request:
 
     def __init__(self, tokenizer: Any, watch: Watch):
         self.watch = watch
+        self.handle = -1
         self.count = 0
         self.detokenizer = Detokenizer(tokenizer, watch.skip_special)
         stops = tuple(filter(None, watch.stop))
         self.filter = StopFilter(stops, watch.include_stop) if stops else None
+
+    def push_token(self, token: int) -> TextOutput:
+        """The text of one token of which there is nothing more to tell."""
+        if self.filter is not None:
+            return self.push(TokenOutput(self.watch.id, pack_ids([token])))
+        self.count += 1
+        return TextOutput(self.watch.id, self.detokenizer.push((token,)), token.to_bytes(4, "little"),
+                          completion_tokens=self.count)
 
     def push(self, output: TokenOutput) -> TextOutput:
         """The text of one output; its finish is "stop" as soon as a stop string is complete."""
@@ -93,6 +103,7 @@ class DetokenizerState:
     def __init__(self, tokenizer: Any):
         self.tokenizer = tokenizer
         self._requests: dict[str, _Request] = {}
+        self._handles: dict[int, _Request] = {}
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -103,27 +114,42 @@ class DetokenizerState:
 
     def forget(self, id: str) -> None:
         """Drop a request that nobody reads any more. An unknown id is ignored."""
-        self._requests.pop(id, None)
+        request = self._requests.pop(id, None)
+        if request is not None:
+            self._handles.pop(request.handle, None)
 
     def handle(self, batch: TokenOutputs) -> tuple[TextOutputs, tuple[str, ...]]:
         """Texts of a step, and the ids of requests that a stop string ended, which the scheduler must be told."""
-        texts, stops = [], []
+        texts: list[TextOutput] = []
+        stops: list[str] = []
+        for handle, token in zip(unpack_ids(batch.handles).tolist(), unpack_ids(batch.tokens).tolist(), strict=True):
+            request = self._handles.get(handle)
+            if request is not None:
+                self._turn(request, request.push_token, token, texts, stops)
         for output in batch.outputs:
             request = self._requests.get(output.id)
-            if request is None:
-                continue
-            try:
-                text = request.push(output)
-            except Exception as error:  # one request's odd ids must not end everybody's
-                log.exception("request %s cannot be turned into text", output.id)
-                text = TextOutput(output.id, "", output.tokens, finish="error",
-                                  error=f"tokens cannot be turned into text: {error}")
-            if text.finish is not None:
-                del self._requests[output.id]
-                if output.finish is None:
-                    stops.append(output.id)
-            texts.append(text)
+            if request is not None:
+                if output.handle >= 0:
+                    request.handle = output.handle
+                    self._handles[output.handle] = request
+                self._turn(request, request.push, output, texts, stops)
         return TextOutputs(texts), tuple(stops)
+
+    def _turn(self, request: _Request, push: Callable[[Any], TextOutput], item: Any, texts: list[TextOutput],
+              stops: list[str]) -> None:
+        """Add the text of an output or a token, and the id of a request that it ends although the scheduler goes on."""
+        id, goes_on = request.watch.id, getattr(item, "finish", None) is None
+        try:
+            text = push(item)
+        except Exception as error:  # one request's odd ids must not end everybody's
+            log.exception("request %s cannot be turned into text", id)
+            tokens = pack_ids([item]) if isinstance(item, int) else item.tokens
+            text = TextOutput(id, "", tokens, finish="error", error=f"tokens cannot be turned into text: {error}")
+        if text.finish is not None:
+            self.forget(id)
+            if goes_on:
+                stops.append(id)
+        texts.append(text)
 
 
 def load_tokenizer_of(config: Any) -> Any:

@@ -46,7 +46,7 @@ class SchedulerState:
                 if output.finish is not None:
                     log.info("request %s ends: %s %s", output.id, output.finish, output.error)
             if outputs:
-                self.send(TokenOutputs(outputs))
+                self.send(outputs.message())
 
     def _submit(self, request: Submit) -> None:
         try:

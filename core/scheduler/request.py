@@ -7,54 +7,62 @@ import numpy as np
 
 from ..messages import FinishReason, Logprobs, SamplingParams, Submit, pack_ids, unpack_ids
 
+ID_BYTES = 4
 
 class Request:
     """Tokens, cache handle and sampling data of one request.
 
-    tokens[:known] are the ids known to the host, prompt first. slot: row in the request table while it runs, else 0.
-    node: where its locked prefix ends in the radix tree. finish is set once and never changes.
+    stored: ids known when it last came to or left the device, as int32 bytes, prompt first: those of a running request
+    are in the request table. slot: its row there while it runs, else 0. node: where its locked prefix ends in the radix
+    tree. limit: most output tokens. turn: its number in order of first admission. left: the plan that sent it back.
+    finish is set once and never changes. ticket is the schedule policy's, use the eviction policy's.
     """
 
-    __slots__ = ("id", "params", "domain", "priority", "arrival", "started", "prompt_len", "tokens", "known", "slot",
-                 "node", "finish", "stop_ids", "ban_ids", "bias_ids", "bias_values", "history", "cached", "attempts",
-                 "score", "scores", "reported")
+    __slots__ = ("id", "handle", "params", "domain", "priority", "tenant", "ttft", "hint", "arrival", "started",
+                 "prompt_len", "limit", "stored", "slot", "node", "finish", "stop_ids", "ban_ids", "bias_ids",
+                 "bias_values", "history", "cached", "attempts", "turn", "left", "score", "scores", "reported",
+                 "ticket", "use")
 
-    def __init__(self, submit: Submit, eos_ids: tuple[int, ...], max_outputs: int):
+    def __init__(self, submit: Submit, eos_ids: tuple[int, ...], limit: int, handle: int = 0):
         params = submit.params
-        prompt = unpack_ids(submit.prompt)
         self.id, self.params, self.domain, self.priority = submit.id, params, submit.domain, submit.priority
+        self.handle, self.tenant, self.ttft, self.hint = handle, submit.tenant, submit.ttft, submit.hint
         self.arrival, self.started = submit.arrival, 0.0
-        self.prompt_len = self.known = len(prompt)
-        self.tokens = np.zeros(len(prompt) + max_outputs, np.int32)
-        self.tokens[:len(prompt)] = prompt
-        self.slot, self.node, self.finish = 0, None, None
-        self.stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(eos_ids))
-        self.ban_ids = np.array(sorted(self.stop_ids), np.int32)
-        self.bias_ids = np.fromiter(params.logit_bias.keys(), np.int32, len(params.logit_bias))
-        self.bias_values = np.fromiter(params.logit_bias.values(), np.float32, len(params.logit_bias))
-        self.history = History(prompt) if penalised(params) else None
-        self.cached = self.attempts = 0
+        self.stored, self.prompt_len, self.limit = submit.prompt, len(submit.prompt) // ID_BYTES, limit
+        self.slot, self.node, self.finish, self.ticket, self.use = 0, None, None, None, None
+        self.stop_ids = eos_ids if not params.ignore_eos else ()
+        if params.stop_token_ids:
+            self.stop_ids = tuple({*self.stop_ids, *params.stop_token_ids})
+        self.ban_ids = self.bias_ids = self.bias_values = self.history = None
+        self.cached = self.attempts = self.turn = self.left = 0
         self.score = params.prompt_logprobs is not None
         self.scores: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
         self.reported = False
 
     @property
-    def outputs(self) -> int:
-        """Output tokens known to the host."""
-        return self.known - self.prompt_len
+    def ids(self) -> np.ndarray:
+        """`stored` as int32."""
+        return unpack_ids(self.stored)
 
-    def append(self, token: int) -> None:
-        """One more sampled token arrived."""
-        self.tokens[self.known] = token
-        self.known += 1
-        if self.history is not None:
-            self.history.add(token)
+    @property
+    def known(self) -> int:
+        """Tokens in `stored`: where its prefill ends while it runs."""
+        return len(self.stored) // ID_BYTES
 
-    def finish_reason(self, token: int, limit: int) -> FinishReason | None:
-        """Why the output ends with this token, or None. `limit` is the largest number of output tokens."""
-        if token in self.stop_ids and self.outputs >= self.params.min_tokens:
+    def prepare(self) -> None:
+        """Make what only a running request needs, when it is first admitted."""
+        bias = self.params.logit_bias
+        self.ban_ids = np.unique(np.array(self.stop_ids, np.int32))
+        self.bias_ids = np.fromiter(bias.keys(), np.int32, len(bias))
+        self.bias_values = np.fromiter(bias.values(), np.float32, len(bias))
+        if penalised(self.params):
+            self.history = History(self.ids)
+
+    def finish_reason(self, token: int, outputs: int) -> FinishReason | None:
+        """Why the output ends with this token, its `outputs`-th, or None."""
+        if token in self.stop_ids and outputs >= self.params.min_tokens:
             return "stop"
-        return "length" if self.outputs >= limit else None
+        return "length" if outputs >= self.limit else None
 
     def prompt_scores(self) -> Logprobs | None:
         """Log-probabilities of prompt tokens 1 .. n - 1, once all are there."""

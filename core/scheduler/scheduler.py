@@ -4,55 +4,31 @@ Pure integers: no clock (the caller passes `now` in seconds), no thread, no tens
 built) -> `advance` -> (the device computes) -> `settle`. With overlap the next `plan` comes before this `settle`, so a
 sampled token may be unknown to the host for one step; a request that ends meanwhile has its extra token dropped.
 Steps run in order on the device, so pages may change hands as soon as the host knows.
+
+Requests that decode are rows of numpy columns and are handled all at once; Python loops only over prompts, endings and
+requests that want more than their token.
 """
 from __future__ import annotations
 
-from collections import deque
+import itertools
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 
 from ..cache.manager import CacheManager
-from ..errors import Overloaded
 from ..messages import FinishReason, Logprobs, Submit, TokenOutput, pack_ids
-from ..plan import Range, StepPlan, StepResult
-from .admission import Limits, check_request
-from .policy import POLICIES
+from ..plan import StepResult
+from .admission import Limits, Room, check_request
+from .outlook import Growth, Pace
+from .outputs import StepOutputs, token_logprobs
+from .plans import Chunk, Plan
+from .policy import POLICIES, View
 from .request import Request
 from .stats import SchedulerStats
 from .table import RequestTable
 
 NOT_A_NUMBER = "the model's output is not a number (NaN): its weights are broken, or the way they are computed with is"
-
-
-class Chunk(NamedTuple):
-    """Prompt tokens `start` to `stop` of a request; `scores` of its first tokens are scored, `sample` its last."""
-
-    request: Request
-    slot: int
-    start: int
-    stop: int
-    scores: int
-    sample: bool
-
-
-@dataclass
-class Plan:
-    """One step: the slots that decode a token each, and the prefill chunks. `samples` are the requests of the sampled
-    logit rows, decode rows first; each chunk's scored rows come before its sampled one."""
-
-    step: int
-    decode: np.ndarray
-    chunks: list[Chunk]
-    samples: list[Request] = field(default_factory=list)
-
-    def record(self, table: RequestTable) -> StepPlan:
-        """The plan as plain integers."""
-        ranges = [Range(int(s), int(table.length[s]) - 1, int(table.length[s]), True) for s in self.decode]
-        ranges += [Range(c.slot, c.start, c.stop, c.sample) for c in self.chunks]
-        return StepPlan(self.step, tuple(ranges))
+LOOK_AGAIN = 16  # plans after which admission is tried again, or shares are counted, though nothing has changed
 
 
 class Scheduler:
@@ -60,19 +36,24 @@ class Scheduler:
 
     def __init__(self, limits: Limits, cache: CacheManager, policy: str = "lpm"):
         self.limits, self.cache = limits, cache
-        self.table = RequestTable(limits.max_running + 1, limits.max_pages)
-        self.stats = SchedulerStats()
+        self.table = RequestTable(limits.max_running + 1, limits.max_pages, limits.max_model_len, limits.vocab_size)
+        self.stats, self.growth = SchedulerStats(), Growth()
+        self.pace = Pace(limits.itl_target, limits.chunk)
         self._policy = POLICIES.create(policy)
-        self._waiting: deque[Request] = deque()
-        self._retracted: deque[Request] = deque()
+        self._room = Room(limits)
+        self._eos = tuple(i for i in limits.eos_ids if i < limits.vocab_size)
+        self._waiting: dict[Request, None] = {}         # an ordered set, as they came
         self._running: dict[int, Request] = {}          # by slot, in order of admission
-        self._prefilling: list[Request] = []
+        self._prefilling: dict[Request, None] = {}
         self._decoding = np.zeros(0, np.int32)
         self._by_id: dict[str, Request] = {}
         self._ended: list[TokenOutput] = []
-        self._step = 0
+        self._handles, self._turns = itertools.count(1), itertools.count(1)
+        self._step = self._plans = self._changes = 0
         self._short = False                             # free slots cannot be filled now: memory is short
+        self._tried = (0, 0)                            # changes and available pages when that was found
         self._next_expiry = 0.0
+        self._timed: tuple[float, Plan | None] = (0.0, None)  # the last plan's time, the step settled since
 
     # ---- requests in and out
 
@@ -81,14 +62,11 @@ class Scheduler:
         limit = check_request(submit, self.limits)
         if submit.id in self._by_id:
             raise ValueError(f"request id {submit.id!r} is in use")
-        queued = self.waiting - (0 if self._short else self.table.free)
-        if queued >= self.limits.max_queued:
-            raise Overloaded(f"{queued} requests are waiting for a place, the limit is {self.limits.max_queued}: "
-                             "try again later or raise --max-queued-requests")
-        request = Request(submit, self.limits.eos_ids, limit)
+        self._room.check(self.waiting, 0 if self._short else self.table.free, self.pace.per_token)
+        request = Request(submit, self._eos, limit, next(self._handles) & 0x7FFFFFFF)
         request.arrival = request.arrival or now
         self._by_id[request.id] = request
-        self._waiting.append(request)
+        self._wait(request)
 
     def abort(self, ids: Iterable[str], reason: FinishReason = "abort", error: str = "") -> None:
         """End these requests in whatever state they are; the next `settle` or `ended` reports them."""
@@ -108,30 +86,44 @@ class Scheduler:
         return bool(self._ended)
 
     def reset_stats(self) -> None:
-        """Count from zero again."""
-        self.stats = SchedulerStats()
+        """Count from zero again, and forget what was learnt."""
+        self.stats, self.growth, self.pace = SchedulerStats(), Growth(), Pace(self.limits.itl_target, self.limits.chunk)
+        self._timed = (0.0, None)
 
     @property
     def waiting(self) -> int:
-        return len(self._waiting) + len(self._retracted)
+        return len(self._waiting)
 
     @property
     def running(self) -> int:
         return len(self._running)
 
+    @property
+    def queued_tokens(self) -> int:
+        """Tokens of the waiting requests."""
+        return self._room.tokens
+
     # ---- one step
 
     def plan(self, now: float) -> Plan | None:
         """What to compute next, or None when there is nothing that can be."""
+        self._plans += 1
+        self.cache.tick(now)
+        self._learn(now)
         self._expire(now)
+        if self._waiting and self._plans % LOOK_AGAIN == 0:
+            self._count_shares()
+        view = View(lambda r: self.cache.cached_tokens(r.stored, r.domain, r.known - 1), now, self.pace.per_token)
+        if self._waiting and self._running:
+            self._preempt(view)
         decode, retracted = self._plan_decode()
-        chunks = self._plan_prefill(now, admit=not retracted)
-        chunks.sort(key=lambda c: c.stop - c.start > 1)  # a batch has its rows of one token first
+        chunks = self._plan_prefill(view, self.pace.budget(len(decode)), admit=not retracted)
         if not len(decode) and not chunks:
+            self._timed = (now, None)
             return None
+        chunks.sort(key=lambda c: c.stop - c.start > 1)  # a batch has its rows of one token first
         self._step += 1
-        samples = [self._running[s] for s in decode.tolist()] + [c.request for c in chunks if c.sample]
-        return Plan(self._step, decode, chunks, samples)
+        return Plan(self._step, decode, chunks, self.table.owner[decode], self.table.generation[decode])
 
     def advance(self, plan: Plan) -> None:
         """The plan's batch has been built and is launched: its tokens count as computed from now on."""
@@ -144,31 +136,31 @@ class Scheduler:
                 table.length[chunk.slot] += 1
             if chunk.sample or chunk.stop >= chunk.request.known:
                 ready.append(chunk.slot)
-                self._prefilling.remove(chunk.request)
+                del self._prefilling[chunk.request]
         if ready:
             self._decoding = np.append(self._decoding, np.array(ready, np.int32))
 
-    def settle(self, plan: Plan, result: StepResult) -> list[TokenOutput]:
+    def settle(self, plan: Plan, result: StepResult) -> StepOutputs:
         """Take in a step's result: append tokens, end requests, report. Requests that ended meanwhile are skipped."""
-        outputs = self.ended()
+        self._timed = (self._timed[0], plan)
+        full = self.ended()
+        columns = self._take_all(plan, result, full)
         row = len(plan.decode)
-        for i, request in enumerate(plan.samples[:row]):
-            self._take(request, result, i, outputs)
         for chunk in plan.chunks:
             if chunk.scores:
                 self._score(chunk, result, row)
                 row += chunk.scores
             if chunk.sample:
-                self._take(chunk.request, result, row, outputs)
+                self._take(chunk.request, result, row, full)
                 row += 1
             elif chunk.stop == chunk.request.known and not chunk.request.finish:
-                self._finish(chunk.request, "length", -1, outputs)
-        return outputs
+                self._finish(chunk.request, "length", -1, full)
+        return StepOutputs(full, *columns)
 
     def fail(self, plans: Iterable[Plan], message: str) -> list[TokenOutput]:
         """A step failed on the device: end its requests and the running ones, since any may share pages that it left
         unwritten, and drop the cache. Waiting requests stay."""
-        launched = [r for plan in plans for r in plan.samples + [c.request for c in plan.chunks]]
+        launched = [r for plan in plans for r in [*plan.owners.tolist(), *(c.request for c in plan.chunks)]]
         for request in launched + list(self._running.values()):
             self._end(request, "error", message)
         self.cache.flush()
@@ -176,7 +168,7 @@ class Scheduler:
 
     def retract_all(self) -> None:
         """Send every running request back to waiting, in its order. No step may be in flight."""
-        for request in reversed(list(self._running.values())):
+        for request in list(self._running.values()):
             self._send_back(request)
 
     # ---- the ledger
@@ -189,19 +181,32 @@ class Scheduler:
         for slot, request in self._running.items():
             prefix, path = self.table.pages[slot, :self.table.tree_pages[slot]], self.cache.tree.path(request.node)
             assert np.array_equal(prefix, path), f"request {request.id} reads pages {prefix}, locked are {path}"
+            assert self.table.owner[slot] is request and request.slot == slot, f"slot {slot} is not {request.id}'s"
         assert set(self._prefilling) <= set(self._running.values()), "a request prefills without a slot"
         assert set(self._decoding.tolist()) <= set(self._running), "a slot decodes without a request"
+        assert len(set(self._decoding.tolist())) == len(self._decoding), "a slot decodes twice"
         assert self.table.free + len(self._running) == self.limits.max_running, "a slot is lost"
+        assert len(self._running) + len(self._waiting) == len(self._by_id), "a request neither runs nor waits"
+        assert self._room.tokens == sum(r.known for r in self._waiting), "queued tokens are miscounted"
 
     # ---- planning
+
+    def _learn(self, now: float) -> None:
+        before, settled = self._timed
+        if settled is not None and self._running:
+            self.pace.observe(settled.prompt_tokens, len(settled.decode), now - before)
+        self._timed = (now, None)
 
     def _plan_decode(self) -> tuple[np.ndarray, bool]:
         """Slots that decode, each with a page for its token; retracts requests while memory is short."""
         table, retracted = self.table, False
         while True:
             slots = self._decoding
-            slots = slots[table.length[slots] < table.prompt_len[slots] + table.limit[slots]]
-            at = (table.length[slots] - 1) // self.limits.page_size
+            length = table.length[slots]
+            open_ended = length < table.end[slots]
+            if not open_ended.all():
+                slots, length = slots[open_ended], length[open_ended]
+            at = (length - 1) // self.limits.page_size
             short = at >= table.page_count[slots]
             need = int(np.count_nonzero(short))
             if not need:
@@ -213,20 +218,19 @@ class Scheduler:
                 self._retract(need)
 
     def _grow(self, slots: np.ndarray, at: np.ndarray) -> None:
-        for slot, index in zip(slots.tolist(), at.tolist(), strict=True):
-            page = self.cache.take(1, slot)
-            if page is None:  # there were fewer than the ledger said: plan again
-                return
-            self.table.pages[slot, index] = page[0]
-            self.table.page_count[slot] += 1
+        pages = self.cache.take_each(slots)
+        if pages is not None:  # else there were fewer than the ledger said: plan again
+            self.table.pages[slots, at] = pages
+            self.table.page_count[slots] += 1
 
     def _retract(self, need: int) -> None:
-        """Send the request that is cheapest to lose back to waiting: lowest priority, then the latest admitted."""
-        victim = min(reversed(self._running.values()), key=lambda r: r.priority)
+        """Send the request that the policy can best do without back to waiting."""
+        victim = self._policy.victim(self._running.values())
         if len(self._running) == 1:
             self._end(victim, "error", f"out of KV memory: the request needs {need} more pages, "
                                        f"{self.cache.available} of {self.cache.pool.capacity} can be had")
             return
+        self.growth.retracted()
         self._send_back(victim)
 
     def _send_back(self, victim: Request) -> None:
@@ -234,44 +238,73 @@ class Scheduler:
             victim.scores = []     # scored again from the first token
         else:
             victim.score = False   # all scores are here or on their way
+        victim.stored = self.table.tokens[victim.slot, :self.table.known[victim.slot]].tobytes()
         self._vacate(victim)
+        victim.left = self._plans
         self.stats.preemptions += 1
-        self._retracted.appendleft(victim)
+        self._wait(victim)
 
-    def _plan_prefill(self, now: float, admit: bool) -> list[Chunk]:
-        chunks, budget, self._short = [], self.limits.chunk, not admit
+    def _wait(self, request: Request) -> None:
+        self._changes += 1
+        self._waiting[request] = None
+        self._room.tokens += request.known
+        self._policy.add(request)
+
+    def _leave_queue(self, request: Request) -> None:
+        del self._waiting[request]
+        self._room.tokens -= request.known
+        self._policy.remove(request)
+
+    def _preempt(self, view: View) -> None:
+        """Make running requests give way to the best waiting one, if the policy wants it and it could then start."""
+        while pair := self._policy.preempt(self._running.values()):
+            best, victim = pair
+            left = sum(r.known - int(self.table.computed[r.slot]) for r in self._prefilling)
+            if left >= self.limits.chunk or self._fits(best, view.cached(best)):
+                return
+            self._send_back(victim)
+
+    def _fits(self, request: Request, cached: int) -> bool:
+        need = -(-request.known // self.limits.page_size) - cached // self.limits.page_size
+        return bool(self.table.free) and (not self._running or self._affords(request, need))
+
+    def _plan_prefill(self, view: View, budget: int, admit: bool) -> list[Chunk]:
+        chunks, was_short, self._short = [], self._short, not admit
         for request in self._prefilling:
             if budget <= 0:
                 return chunks
             self._catch_up(request)
             chunks.append(self._chunk(request, budget))
             budget -= chunks[-1].stop - chunks[-1].start
-        if admit and budget > 0 and self.table.free and self.waiting:
-            for request in self._admissible(now):
+        if admit and budget > 0 and self.table.free and self._waiting:
+            changes, pages = self._tried
+            if was_short and not chunks and self._plans % LOOK_AGAIN and changes == self._changes \
+                    and pages >= self.cache.available:
+                self._short = True
+                return chunks
+            for request in self._policy.order(view):
                 if budget <= 0 or not self.table.free:
                     break
-                if not self._admit(request, now):
-                    self._short = True
+                if request.left == self._plans:
+                    continue  # its last token may still be in flight
+                if not self._admit(request, view.now):
+                    self._short, self._tried = True, (self._changes, self.cache.available)
                     break
                 chunks.append(self._chunk(request, budget))
                 budget -= chunks[-1].stop - chunks[-1].start
         return chunks
 
-    def _admissible(self, now: float) -> list[Request]:
-        """Retracted requests first, then the waiting ones in the policy's order."""
-        cached = lambda r: self.cache.cached_tokens(r.tokens[:r.known - 1], r.domain)  # noqa: E731
-        return list(self._retracted) + self._policy.order(list(self._waiting), cached, now)
-
     def _admit(self, request: Request, now: float) -> bool:
         """Give a waiting request a slot, its cached prefix and pages for the rest; False when memory is short."""
-        size = self.limits.page_size
-        reuse = request.known - 1 if not request.score else 0
-        pages, node = self.cache.acquire(request.tokens[:reuse], request.domain)
-        need = -(-request.known // size) - len(pages)
-        if self._running and need + len(self._running) + 1 > self.cache.available:
+        size, ids = self.limits.page_size, request.ids
+        pages, node = self.cache.acquire(request.stored, request.domain, request.known - 1 if not request.score else 0)
+        need = -(-len(ids) // size) - len(pages)
+        if self._running and not self._affords(request, need):
             self.cache.forget(node)
             return False
-        slot = self.table.take(request.params, request.known, request.prompt_len, self._limit(request))
+        if not request.attempts:
+            request.prepare()
+        slot = self.table.take(request)
         fresh = self.cache.take(need, slot)
         if fresh is None:
             self.table.give_back(slot)
@@ -279,27 +312,40 @@ class Scheduler:
             self._end(request, "error", f"out of KV memory: the request needs {need} pages, "
                                         f"{self.cache.available} of {self.cache.pool.capacity} can be had")
             return False
-        count = len(pages) + need
-        self.table.pages[slot, :count] = np.concatenate([pages, fresh])
-        self.table.page_count[slot], self.table.tree_pages[slot] = count, len(pages)
+        self._leave_queue(request)
+        if not request.attempts:
+            request.turn = next(self._turns)
+            request.use = self.cache.admit(ids, len(pages), node, request.hint, request.priority)
+        row = self.table.pages[slot]
+        row[:len(pages)] = pages
+        row[len(pages):len(pages) + need] = fresh
+        self.table.page_count[slot], self.table.tree_pages[slot] = len(pages) + need, len(pages)
         self.table.computed[slot] = len(pages) * size
-        self.table.last[slot] = request.tokens[request.known - 1]
-        (self._retracted if request.attempts else self._waiting).remove(request)
         request.slot, request.node = slot, node
+        self._policy.charge(request.tenant, len(ids) - len(pages) * size, 0)
         self.stats.admitted(request, len(pages) * size, now)
         self._running[slot] = request
-        self._prefilling.append(request)
+        self._prefilling[request] = None
         return True
+
+    def _affords(self, request: Request, need: int) -> bool:
+        """Are there pages for a further request and for what the running ones are still going to produce?"""
+        free, table, foresight = self.cache.available - need, self.table, self.limits.foresight
+        if len(self._running) + 1 > free:
+            return False
+        if not foresight or self.growth.seen < foresight:
+            return True
+        slots = np.fromiter(self._running, np.int32, len(self._running))
+        return self.growth.pages_to_come(table, slots, request, self.limits.page_size) <= free
 
     def _catch_up(self, request: Request) -> None:
         """Skip prompt tokens whose pages another request has put into the tree since this one was admitted."""
-        slot, table, size = request.slot, self.table, self.limits.page_size
-        tokens = request.tokens[:request.known - 1]
-        if request.score or self.cache.cached_tokens(tokens, request.domain) <= int(table.computed[slot]):
+        if request.score:
             return
-        pages = self.cache.cached_tokens(tokens, request.domain) // size
-        self._commit(request, pages * size)
-        table.computed[slot] = pages * size
+        cached = self.cache.cached_tokens(request.stored, request.domain, request.known - 1)
+        if cached > int(self.table.computed[request.slot]):
+            self._commit(request, cached)
+            self.table.computed[request.slot] = cached
 
     def _chunk(self, request: Request, budget: int) -> Chunk:
         """The next tokens of a prefilling request; its full pages go to the tree now, since steps run in order.
@@ -307,52 +353,80 @@ class Scheduler:
         Its last token's page does not, nor do scored prompts': the tree may have that page already, and a page of the
         tree is never written.
         """
-        slot, start = request.slot, int(self.table.computed[request.slot])
+        slot, start, known = request.slot, int(self.table.computed[request.slot]), request.known
         if request.score:
             budget = min(budget, self.limits.score_rows)
-        stop = min(request.known, start + budget)
-        sample = stop == request.known and request.outputs < self._limit(request)
-        last_scored = min(stop, request.prompt_len - 1)
-        scores = max(0, last_scored - start) if request.score else 0
+        stop = min(known, start + budget)
+        sample = stop == known and known - request.prompt_len < request.limit
+        scores = max(0, min(stop, request.prompt_len - 1) - start) if request.score else 0
         self.table.computed[slot] = stop
         if not request.score:
-            self._commit(request, min(stop, request.known - 1))
+            self._commit(request, min(stop, known - 1))
         return Chunk(request, slot, start, stop, scores, sample)
 
     def _commit(self, request: Request, computed: int) -> None:
         slot, table = request.slot, self.table
         shared = int(table.tree_pages[slot])
         table.tree_pages[slot], request.node = self.cache.commit(
-            request.tokens[:computed], table.pages[slot], shared, slot, request.domain, request.node)
+            table.tokens[slot, :computed], table.pages[slot], shared, slot, request.domain, request.node, request.use)
 
-    def _limit(self, request: Request) -> int:
-        return len(request.tokens) - request.prompt_len
+    def _count_shares(self) -> None:
+        """Tell the policy how many tokens each running request has produced since it was last told."""
+        table, slots = self.table, np.fromiter(self._running, np.int32, len(self._running))
+        fresh = table.known[slots] - table.charged[slots]
+        table.charged[slots] += fresh
+        for request, count in zip(self._running.values(), fresh.tolist(), strict=True):
+            self._policy.charge(request.tenant, 0, count)
 
     # ---- taking results in
 
-    def _take(self, request: Request, result: StepResult, row: int, outputs: list[TokenOutput]) -> None:
+    def _take_all(self, plan: Plan, result: StepResult, full: list[TokenOutput]) -> tuple[np.ndarray, ...]:
+        """The decoded tokens: (handles, tokens, requests) of those of which there is nothing more to tell."""
+        table, slots, tokens = self.table, plan.decode, result.tokens[:len(plan.decode)]
+        known = table.known[slots]
+        odd = (table.generation[slots] != plan.generations) | table.special[slots] | (known + 1 >= table.end[slots])
+        odd |= table.may_stop(tokens)
+        owners, others = plan.owners, np.flatnonzero(odd)
+        if len(others):
+            plain = ~odd
+            slots, tokens, known, owners = slots[plain], tokens[plain], known[plain], owners[plain]
+        table.tokens[slots, known] = tokens
+        table.known[slots] = known + 1
+        table.last[slots] = tokens
+        self.stats.generated_tokens += len(slots)
+        for row in others.tolist():
+            self._take(plan.owners[row], result, row, full)
+        return table.handle[slots], tokens, owners
+
+    def _take(self, request: Request, result: StepResult, row: int, full: list[TokenOutput]) -> None:
         if request.finish:
             return
         scored = request.params.logprobs is not None
         if scored and np.isnan(result.logprobs[row]):
             return self._end(request, "error", NOT_A_NUMBER)
         token = int(result.tokens[row])
-        request.append(token)
-        if request.slot:
-            self.table.known[request.slot] = request.known
-            self.table.last[request.slot] = token
+        outputs = self._append(request, token)
         self.stats.generated_tokens += 1
-        reason = request.finish_reason(token, self._limit(request))
-        logprobs = self._logprobs(request, result, row) if scored else None
+        reason = request.finish_reason(token, outputs)
+        logprobs = token_logprobs(result, row, request.params.logprobs) if scored else None
         if reason:
-            self._finish(request, reason, token if reason == "stop" else -1, outputs, pack_ids([token]), logprobs)
+            self._finish(request, reason, token if reason == "stop" else -1, full, pack_ids([token]), logprobs)
         else:
-            outputs.append(self._output(request, pack_ids([token]), logprobs=logprobs))
+            full.append(self._output(request, pack_ids([token]), logprobs=logprobs))
 
-    def _logprobs(self, request: Request, result: StepResult, row: int) -> Logprobs:
-        k = request.params.logprobs
-        return Logprobs(result.logprobs[row:row + 1].tobytes(), k, pack_ids(result.top_ids[row, :k]),
-                        result.top_logprobs[row, :k].tobytes())
+    def _append(self, request: Request, token: int) -> int:
+        """One more sampled token: how many the output has now."""
+        if request.history is not None:
+            request.history.add(token)
+        slot, table = request.slot, self.table
+        if not slot:
+            request.stored += pack_ids([token])
+            self._room.tokens += 1
+            return request.known - request.prompt_len
+        known = int(table.known[slot])
+        table.tokens[slot, known] = table.last[slot] = token
+        table.known[slot] = known + 1
+        return known + 1 - request.prompt_len
 
     def _score(self, chunk: Chunk, result: StepResult, row: int) -> None:
         rows = slice(row, row + chunk.scores)
@@ -368,14 +442,14 @@ class Scheduler:
         return TokenOutput(request.id, tokens, finish, stop_id, request.prompt_len if first else 0,
                            request.cached if first else 0, logprobs,
                            request.prompt_scores() if first and finish not in ("abort", "error") else None, error,
-                           status)
+                           status, handle=request.handle)
 
     # ---- endings
 
-    def _finish(self, request: Request, reason: FinishReason, stop_id: int, outputs: list[TokenOutput],
+    def _finish(self, request: Request, reason: FinishReason, stop_id: int, full: list[TokenOutput],
                 tokens: bytes = b"", logprobs: Logprobs | None = None) -> None:
         self._close(request, reason)
-        outputs.append(self._output(request, tokens, reason, stop_id, logprobs))
+        full.append(self._output(request, tokens, reason, stop_id, logprobs))
 
     def _end(self, request: Request, reason: FinishReason, error: str = "", status: int = 500) -> None:
         if not request.finish:
@@ -386,21 +460,26 @@ class Scheduler:
         request.finish = reason
         del self._by_id[request.id]
         if request.slot:
+            if reason != "error":
+                self.growth.ended(int(self.table.known[request.slot]) - request.prompt_len)
             self._vacate(request)
         else:
-            (self._retracted if request.attempts else self._waiting).remove(request)
+            self._changes += 1
+            self._leave_queue(request)
         self.stats.finished(request)
 
     def _vacate(self, request: Request) -> None:
         """Take a request off the device: what it computed stays cached, the rest of its pages and its slot are free."""
         slot, table = request.slot, self.table
+        self._changes += 1
         if request in self._prefilling:
-            self._prefilling.remove(request)
+            del self._prefilling[request]
         else:
             self._decoding = self._decoding[self._decoding != slot]
-        self._commit(request, min(int(table.computed[slot]), request.known))
+        self._policy.charge(request.tenant, 0, int(table.known[slot] - table.charged[slot]))
+        self._commit(request, int(min(table.computed[slot], table.known[slot])))
         row = table.pages[slot, :table.page_count[slot]].copy()
-        self.cache.release(row, int(table.tree_pages[slot]), slot, request.node)
+        self.cache.release(row, int(table.tree_pages[slot]), slot, request.node, request.use)
         del self._running[slot]
         table.give_back(slot)
         request.slot, request.node = 0, None
@@ -409,11 +488,12 @@ class Scheduler:
         if now < self._next_expiry:
             return
         self._next_expiry, limits = now + 1.0, self.limits
-        late = [r for r in self._waiting if now - r.arrival > limits.waiting_timeout]
+        back = [r for r in self._waiting if r.attempts]
+        late = [r for r in self._waiting if not r.attempts and now - r.arrival > limits.waiting_timeout]
         for request in late:
             self._end(request, "error", f"waited {now - request.arrival:.0f} s, the limit is "
                                         f"{limits.waiting_timeout:.0f} s (--waiting-timeout)", status=503)
-        late = [r for r in [*self._running.values(), *self._retracted] if now - r.started > limits.running_timeout]
+        late = [r for r in [*self._running.values(), *back] if now - r.started > limits.running_timeout]
         for request in late:
             self._end(request, "error", f"ran {now - request.started:.0f} s, the limit is "
                                         f"{limits.running_timeout:.0f} s (--running-timeout)", status=504)

@@ -7,9 +7,12 @@ Three lengths of a row, in tokens: computed <= length - 1 while it decodes, and 
 """
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 
-from ..messages import SamplingParams
+if TYPE_CHECKING:
+    from .request import Request
 
 _MIX1, _MIX2, _GOLDEN = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB), np.uint64(0x9E3779B97F4A7C15)
 
@@ -29,45 +32,69 @@ def uniforms(seeds: np.ndarray, steps: np.ndarray) -> np.ndarray:
 
 
 class RequestTable:
-    """Columns of the running requests. `seqs` rows (row 0 unused), `max_pages` page numbers each."""
+    """Columns of the running requests: `seqs` rows (row 0 unused), `max_pages` page numbers and `max_len` tokens each.
 
-    def __init__(self, seqs: int, max_pages: int):
+    tokens: what the host knows, prompt first; memory is taken as it is written.  end: length at which the output ends.
+    owner: the request of a row.  generation: grows when a row changes hands, so that a step in flight is told from it.
+    charged: known tokens that the schedule policy has been told of.
+    special: its results are taken in one by one (log-probabilities, penalties), not with all others.
+    A row of `pages` is 0 from `page_count` on.
+    """
+
+    def __init__(self, seqs: int, max_pages: int, max_len: int, vocab_size: int):
         zeros = lambda dtype: np.zeros(seqs, dtype)  # noqa: E731
         self.length, self.known, self.computed = zeros(np.int32), zeros(np.int32), zeros(np.int32)
-        self.prompt_len, self.limit, self.last = zeros(np.int32), zeros(np.int32), zeros(np.int32)
+        self.prompt_len, self.end, self.last = zeros(np.int32), zeros(np.int32), zeros(np.int32)
         self.page_count, self.tree_pages = zeros(np.int32), zeros(np.int32)
-        self.pages = np.zeros((seqs, max_pages), np.int32)
+        self.pages, self.tokens = np.zeros((seqs, max_pages), np.int32), np.zeros((seqs, max_len), np.int32)
         self.seed = zeros(np.uint64)
         self.temperature, self.top_p, self.min_p = zeros(np.float32), zeros(np.float32), zeros(np.float32)
         self.repetition, self.presence, self.frequency = zeros(np.float32), zeros(np.float32), zeros(np.float32)
         self.top_k, self.min_tokens, self.logprobs = zeros(np.int32), zeros(np.int32), zeros(np.int32)
-        self.penalised, self.biased = zeros(bool), zeros(bool)
+        self.penalised, self.biased, self.special = zeros(bool), zeros(bool), zeros(bool)
+        self.charged, self.handle, self.generation = zeros(np.int32), zeros(np.int32), zeros(np.uint32)
+        self.owner = np.full(seqs, None, object)
+        self.logprobs[0], self.top_p[0] = -1, 1         # slot 0 stands for rows that sample nothing
         self._free = list(range(seqs - 1, 0, -1))
+        self._stops = np.zeros(vocab_size, np.int32)  # for each token, how many rows it would stop
 
     @property
     def free(self) -> int:
         """Slots that no request has."""
         return len(self._free)
 
-    def take(self, params: SamplingParams, known: int, prompt_len: int, limit: int) -> int:
-        """A free slot, filled for a request with `known` tokens and at most `limit` outputs."""
-        slot = self._free.pop()
-        self.length[slot] = self.known[slot] = known
-        self.prompt_len[slot], self.limit[slot] = prompt_len, limit
+    def take(self, request: Request) -> int:
+        """A free slot, filled for `request` with the tokens that it has."""
+        slot, params = self._free.pop(), request.params
+        ids = request.ids
+        self.tokens[slot, :len(ids)] = ids
+        self.length[slot] = self.known[slot] = self.charged[slot] = len(ids)
+        self.last[slot] = ids[-1]
+        self.prompt_len[slot], self.end[slot] = request.prompt_len, request.prompt_len + request.limit
         self.computed[slot] = self.page_count[slot] = self.tree_pages[slot] = 0
-        self.pages[slot] = 0
         self.seed[slot] = np.uint64((params.seed or 0) & 0xFFFFFFFFFFFFFFFF)
         self.temperature[slot], self.top_k[slot], self.top_p[slot] = params.temperature, params.top_k, params.top_p
         self.min_p[slot], self.min_tokens[slot] = params.min_p, params.min_tokens
-        self.repetition[slot], self.presence[slot] = params.repetition_penalty, params.presence_penalty
-        self.frequency[slot] = params.frequency_penalty
         self.logprobs[slot] = -1 if params.logprobs is None else params.logprobs
-        self.penalised[slot] = (params.repetition_penalty != 1.0 or params.presence_penalty != 0.0
-                                or params.frequency_penalty != 0.0)
+        self.penalised[slot] = request.history is not None
+        if request.history is not None:
+            self.repetition[slot], self.presence[slot] = params.repetition_penalty, params.presence_penalty
+            self.frequency[slot] = params.frequency_penalty
         self.biased[slot] = bool(params.logit_bias)
+        self.special[slot] = params.logprobs is not None or request.history is not None
+        self.handle[slot], self.owner[slot] = request.handle, request
+        self._stops[request.ban_ids] += 1
         return slot
 
     def give_back(self, slot: int) -> None:
         """The slot is free again."""
-        self.length[slot] = self.known[slot] = self.computed[slot] = 0
+        self._stops[self.owner[slot].ban_ids] -= 1
+        self.pages[slot, :self.page_count[slot]] = 0
+        self.length[slot] = self.known[slot] = self.computed[slot] = self.page_count[slot] = 0
+        self.owner[slot] = None
+        self.generation[slot] += np.uint32(1)
         self._free.append(slot)
+
+    def may_stop(self, tokens: np.ndarray) -> np.ndarray:
+        """Which of these tokens end some running request, not necessarily the one that drew it: bool [n]."""
+        return self._stops.take(tokens, mode="clip") > 0

@@ -1,0 +1,44 @@
+"""What a step gives: columns for most requests, messages for those of which there is more to tell."""
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from ..messages import Logprobs, TokenOutput, TokenOutputs, pack_ids
+from ..plan import StepResult
+
+_NONE = np.zeros(0, np.int32)
+
+
+class StepOutputs:
+    """Outputs of one step. A request is in `full` or in the columns, never in both.
+
+    full: first outputs, endings, log-probabilities, errors.  handles, tokens: int32 [n], one new token each.
+    owners: the requests of the columns, object [n].
+    Iterating makes a `TokenOutput` of each; `message` is the form that travels.
+    """
+
+    __slots__ = ("full", "handles", "tokens", "owners")
+
+    def __init__(self, full: Sequence[TokenOutput] = (), handles: np.ndarray = _NONE, tokens: np.ndarray = _NONE,
+                 owners: np.ndarray = _NONE):
+        self.full, self.handles, self.tokens, self.owners = full, handles, tokens, owners
+
+    def __len__(self) -> int:
+        return len(self.full) + len(self.tokens)
+
+    def __iter__(self) -> Iterator[TokenOutput]:
+        for request, token in zip(self.owners.tolist(), self.tokens.tolist(), strict=True):
+            yield TokenOutput(request.id, pack_ids([token]), handle=request.handle)
+        yield from self.full
+
+    def message(self) -> TokenOutputs:
+        """For the detokenizer."""
+        return TokenOutputs(list(self.full), pack_ids(self.handles), pack_ids(self.tokens))
+
+
+def token_logprobs(result: StepResult, row: int, k: int) -> Logprobs:
+    """Those of the token of one logit row, with the `k` best."""
+    return Logprobs(result.logprobs[row:row + 1].tobytes(), k, pack_ids(result.top_ids[row, :k]),
+                    result.top_logprobs[row, :k].tobytes())
