@@ -128,7 +128,7 @@ def plain(x_ptr, w_ptr, token, row, first, last, width, x_stride, EVEN: tl.const
         elif x.dtype.is_fp8():
             # Hopper adds fp8 products in 14 bits: no more than one step's before they go into float32.
             acc = tl.dot(w, x, acc, max_num_imprecise_acc=WIDTH)
-        elif w.dtype == tl.uint8 or w.dtype.is_fp8():
+        elif w.dtype != x.dtype:
             acc = tl.dot(expanded(w, x.dtype), x, acc, input_precision="ieee")
         else:
             acc = tl.dot(w, x, acc, input_precision="ieee")
