@@ -5,7 +5,7 @@
 FOLDER holds their unpacked wheel (see peers.py); without it Isthmus runs alone. Isthmus has every duty on: domains, a
 listener for KV events, ownership and generations in the pool. SGLang has its namespaces on, its events off, and an
 allocator that does nothing. `insert` is one call of the tree; `commit` is what an engine does when a prompt has been
-computed: CacheManager.commit here, `checkpoint` there.
+computed, ownership, lock and row included: CacheManager.commit here, `checkpoint` there. `evict` gives pages back.
 """
 from __future__ import annotations
 
@@ -42,6 +42,7 @@ class Isthmus:
         self.tree, self.pool = self.cache.tree, self.cache.pool
         self.tree.listener = self.events = CacheEvents(self.pool.total, page_size)
         self.events.cleared()
+        self._inserted: list[np.ndarray] = []
         self.domain = DOMAIN.encode()
 
     def prompt(self, tokens: np.ndarray) -> bytes:
@@ -55,11 +56,17 @@ class Isthmus:
         return pages * self.size, node
 
     def insert(self, prompt: bytes, slots: np.ndarray, domain: str) -> int:
-        """As `commit` does: into the tree, and their ownership with it."""
         found, _ = self.tree.insert(prompt, slots, self.domain)
-        if found < len(slots):
-            self.pool.transfer(slots[found:], OWNER, TREE)
+        self._inserted.append(slots[found:])
         return found * self.size
+
+    def settle(self) -> None:
+        """What happens between steps: inserted pages are the tree's, the log of events is told."""
+        for pages in self._inserted:
+            self.pool.transfer(pages, OWNER, TREE)
+        self._inserted.clear()
+        self.events._notes.clear()
+        self.events._noted = 0
 
     def start(self, prompt: bytes, slots: np.ndarray, domain: str) -> list[Any]:
         """A request that has locked its cached prefix and has pages for all its tokens."""
@@ -118,11 +125,9 @@ class Bench:
         return cache.slots(count, self._next)
 
     def _settle(self) -> None:
-        """What happens between steps: the log of events is told."""
         for cache in self.caches:
             if isinstance(cache, Isthmus):
-                cache.events._notes.clear()
-                cache.events._noted = 0
+                cache.settle()
 
     def measure(self, op: str, tokens: int, calls: int, prepare: Callable[[Any], list[Callable[[], Any]]]) -> None:
         """Time `calls` times what `prepare(cache)` gives, by turns. Answers that differ between caches are an error."""
@@ -148,8 +153,8 @@ class Bench:
         for tokens in NEW:
             self._prefixes(tokens)
         self._deep()
-        for tokens in (64, 1024):
-            self.measure("evict", tokens, 4, lambda cache, n=tokens: [lambda: cache.evict(n) >= n])
+        for tokens, calls in ((64, 8), (1024, 4)):
+            self.measure("evict", tokens, calls, lambda cache, n=tokens: [lambda: cache.evict(n) >= n])
         return self.rows
 
     def _prefixes(self, tokens: int) -> None:

@@ -61,16 +61,24 @@ class CacheEvents:
     """
 
     def __init__(self, pages: int, page_size: int, limit: int = 65536):
-        self._page_bytes, self._limit = page_size * ID_BYTES, max(limit, pages)
+        self._page_bytes, self._limit = page_size * ID_BYTES, max(limit, pages) * ID_BYTES
         self._hash = np.zeros(pages, np.uint64)
         self._notes: list[tuple[bytes, bytes, bytes, bytes] | bytes | None] = []
         self._noted, self._lost = 0, True
 
     def stored(self, tokens: bytes, pages: bytes, before: bytes, domain: bytes) -> None:
-        self._note((tokens, pages, before[-ID_BYTES:], domain), len(pages))
+        self._noted += len(pages)
+        if self._noted > self._limit:
+            self._lose()
+        elif not self._lost:
+            self._notes.append((tokens, pages, before[-ID_BYTES:], domain))
 
     def removed(self, pages: bytes) -> None:
-        self._note(pages, len(pages))
+        self._noted += len(pages)
+        if self._noted > self._limit:
+            self._lose()
+        elif not self._lost:
+            self._notes.append(pages)
 
     def cleared(self) -> None:
         self._notes, self._noted, self._lost = [None], 0, False
@@ -83,12 +91,8 @@ class CacheEvents:
         notes, self._notes, self._noted = self._notes, [], 0
         return [self._event(note) for note in notes]
 
-    def _note(self, note: tuple[bytes, bytes, bytes, bytes] | bytes, size: int) -> None:
-        self._noted += size
-        if self._noted > self._limit * ID_BYTES:
-            self._notes, self._lost = [], True
-        if not self._lost:
-            self._notes.append(note)
+    def _lose(self) -> None:
+        self._notes, self._lost = [], True
 
     def _event(self, note: tuple[bytes, bytes, bytes, bytes] | bytes | None) -> Stored | Removed | Cleared:
         if note is None:

@@ -74,7 +74,8 @@ class RadixTree:
         if at < stop:
             node = self._attach(node, key[at:stop], pages[at // self.page_bytes:stop // self.page_bytes], domain)
             self.evictable += node.size
-        if node.evictable:
+            self.policy.add(node)
+        elif node.evictable:
             self.policy.add(node)
         return at // self.page_bytes, node
 
@@ -103,7 +104,7 @@ class RadixTree:
 
     def _attach(self, node: Node, edge: bytes, pages: np.ndarray, domain: bytes) -> Node:
         """A new leaf below `node`, counted neither as evictable nor as protected yet."""
-        child = Node(edge, pages.astype(np.int32, copy=False).tobytes(), node, self._clock)
+        child = Node(edge, pages.tobytes(), node, self._clock)
         child.turn = node.turn
         node.children[edge[:self.page_bytes]] = node.last = child
         if node.parent is None:  # a domain is kept only while it has pages, so that many salts cost nothing

@@ -1,36 +1,52 @@
 """The least recently used leaf first."""
 from __future__ import annotations
 
-from heapq import heappop, heappush, heapreplace
+from collections import OrderedDict
+from heapq import heappop, heappush
 
 from ..node import Node
 from .protocol import Unwatching
 
 
 class LeastRecentlyUsed(Unwatching):
-    """The leaf whose last use is longest ago. A heap with one entry a leaf, which learns of later uses when it is at
-    the top: a use costs nothing, and there is never more in the heap than in the tree."""
+    """The leaf whose last use is longest ago. Leaves stand in order of use, each with the stamp that it came with, so
+    that a use and an eviction cost the same however many there are. A node that is a leaf because its children are gone
+    belongs somewhere in the middle, and waits in a heap. Neither ever holds more than the tree has nodes."""
 
     def __init__(self, capacity: int):
         super().__init__(capacity)
-        self._heap: list[tuple[int, int, Node]] = []
+        self._order: OrderedDict[Node, int] = OrderedDict()
+        self._bared: list[tuple[int, int, Node]] = []
+        self._newest = 0
 
     def add(self, node: Node) -> None:
-        if not node.queued:
+        stamp = node.stamp
+        if stamp >= self._newest:
+            self._newest = stamp
+            self._order[node] = stamp
+            self._order.move_to_end(node)
+        elif not node.queued:
             node.queued = True
-            heappush(self._heap, (node.stamp, id(node), node))
+            heappush(self._bared, (stamp, id(node), node))
 
     def pop(self) -> Node | None:
-        heap = self._heap
-        while heap:
-            stamp, _, node = heap[0]
-            if node.children or node.locks or node.parent is None:
-                node.queued = False
-                heappop(heap)
-            elif stamp != node.stamp:
-                heapreplace(heap, (node.stamp, id(node), node))
+        order, bared = self._order, self._bared
+        while bared and (bared[0][0] != bared[0][2].stamp or not bared[0][2].evictable):
+            heappop(bared)[2].queued = False
+        while order:
+            node = next(iter(order))
+            if node.children or node.locks or node.parent is None:  # what `evictable` says
+                del order[node]
+            elif order[node] != node.stamp:  # used since, while it had children
+                del order[node]
+                self.add(node)
+            elif bared and bared[0][0] < node.stamp:
+                break
             else:
-                node.queued = False
-                heappop(heap)
+                del order[node]
                 return node
-        return None
+        if not bared:
+            return None
+        node = heappop(bared)[2]
+        node.queued = False
+        return node
