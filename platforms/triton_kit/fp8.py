@@ -13,16 +13,6 @@ DECODE_FACTOR = {"e4m3": 256.0, "e5m2": 1.0}  # value = factor * what `decode` r
 
 
 @triton.jit
-def narrow(x, dtype: tl.constexpr):
-    """float32 of eight significant bits or fewer in a shorter type: for bf16 nothing is to round, its bits are cut."""
-    if dtype == tl.bfloat16:
-        y = (x.to(tl.uint32, bitcast=True) >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
-    else:
-        y = x.to(dtype)
-    return y
-
-
-@triton.jit
 def decode(x, dtype: tl.constexpr, FORMAT: tl.constexpr):
     """Stored elements as `dtype`: bytes of "e4m3" or "e5m2" (see DECODE_FACTOR), or anything else by a cast."""
     if FORMAT == "e4m3":
@@ -30,9 +20,6 @@ def decode(x, dtype: tl.constexpr, FORMAT: tl.constexpr):
         y = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True).to(dtype)
     elif FORMAT == "e5m2":
         y = (x.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(dtype)
-    elif x.dtype.is_fp8() and dtype == tl.bfloat16:
-        # NVIDIA's way is by half floats: from there to float32 and a cut are at full rate, to bf16 is at half of it.
-        y = narrow(x.to(tl.float32), dtype)
     else:
         y = x.to(dtype)
     return y

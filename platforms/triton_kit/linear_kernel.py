@@ -14,7 +14,7 @@ import triton.language as tl
 
 from .launch import Specialization, launch
 from .linear_products import product
-from .linear_tiles import WEIGHT_ONLY, Matrix, Tile, linear_tile, step_width, tiles_by_target
+from .linear_tiles import Matrix, Tile, linear_tile, step_width, tiles_by_target
 
 TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int8: "i8", torch.uint8: "u8",
          torch.float8_e4m3fn: "fp8e4nv", torch.float8_e4m3fnuz: "fp8e4b8"}
@@ -157,7 +157,7 @@ def linear_specializations(name: str, kind: str, *, x: str = "bf16", w: str = "u
                             "part_rows": "i32:16", "x_stride": "i32:16", "xs_stride": "i32", "out_stride": "i32:16"}
     found = []
     for size, tokens in TOKENS.items():
-        if size == "few" and kind not in WEIGHT_ONLY:  # its tile is decode's
+        if size == "few" and kind != "affine4":  # no form of its own, as Hopper has for these
             continue
         choice = partial(linear_tile, kind, tokens, 4096, 4096 if tokens <= 16 else 8192)
         for tile, others in tiles_by_target(choice).items():

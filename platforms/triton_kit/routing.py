@@ -239,9 +239,9 @@ def specializations() -> list[Specialization]:
     found = []
     for name, experts, groups, top_groups, sigmoid in (("128", 128, 1, 1, False), ("256 in groups", 256, 8, 4, True),
                                                        ("512", 512, 1, 1, False)):
-        signature = {"logits_ptr": "*fp32:16", "ids_ptr": "*i32:16", "weights_ptr": "*fp32:16",
+        signature = {"logits_ptr": "*fp32:16", "ids_ptr": "*i32:16", "weights_ptr": "*fp32:16", "live_ptr": "*i1:16",
                      "logits_stride": "i32:16", "scale": "fp32", "size": "i32:16"}
-        absent = {"live_ptr": None} if groups > 1 else {"live_ptr": None, "bias_ptr": None}
+        absent = {} if groups > 1 else {"bias_ptr": None}
         found.append(Specialization(
             f"route {name}", route_kernel, signature | ({"bias_ptr": "*fp32:16"} if groups > 1 else {}),
             absent | {"TOP_K": 8, "GROUPS": groups, "TOP_GROUPS": top_groups, "SIGMOID": sigmoid, "RENORMALIZE": True,
@@ -255,8 +255,9 @@ def specializations() -> list[Specialization]:
         sizes = {"STEP": step, "EXPERTS": experts, "map_ptr": None}
         found.append(Specialization(f"count {name}", count_kernel, counting | {"counts_ptr": "*i32:16"},
                                     sizes | {"CHUNK": 1024}, 8))
-        found.append(Specialization(f"place {name} one chunk", place_kernel, placing,
-                                    sizes | {"BLOCK": 16, "CHUNK": 256, "ROWS": ROWS, "chunk_counts_ptr": None}, 8))
+        found += [Specialization(f"place {name} one chunk blocks of {block}", place_kernel, placing,
+                                 sizes | {"BLOCK": block, "CHUNK": 256, "ROWS": ROWS, "chunk_counts_ptr": None}, 8)
+                  for block in (8, 16)]
         found.append(Specialization(f"place {name}", place_kernel, placing | {"chunk_counts_ptr": "*i32:16"},
                                     sizes | {"BLOCK": 128, "CHUNK": 1024, "ROWS": ROWS}, 8))
     return found
