@@ -33,7 +33,7 @@ def test_release_bumps_the_generation_and_the_page_comes_back_first():
     pool = PagePool(5)
     taken = pool.alloc(2, 1)
     pool.release(taken, 1)
-    assert pool.free == 4 and pool.generation.tolist() == [0, 1, 1, 0, 0]
+    assert pool.free == 4 and pool.generation.tolist() == [0, 1, 2, 0, 0]
     assert pool.alloc(4, 2).tolist() == [2, 1, 3, 4]  # the tail before the head
 
 

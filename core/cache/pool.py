@@ -1,13 +1,14 @@
 """The page pool: which pages are free, and who owns each of the others.
 
 Invariants, checked by identity: every page has one owner; free pages are on the free list exactly once; a page's
-generation grows with each release, so a stale handle is told from a live one. Page 0 is nobody's: padding goes there.
+generation is the number of its last release, the same for no other, so a stale handle is told from a live one. Page 0
+is nobody's: padding goes there.
 
 Order of reuse: the free list is a stack. What came back last goes out first, and of one release its last page: of a
 request that ends the partial page first, then full ones that never were cached, tails before heads. Cached pages are
 not on the list: they are evicted once it is empty, tails before heads too.
 
-Memory: 12 bytes a page. Every call is a fixed number of numpy operations, whatever the number of pages.
+Memory: 16 bytes a page. Every call is a fixed number of numpy operations, whatever the number of pages.
 """
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ class PagePool:
         if total < 2:
             raise ValueError(f"a pool needs at least 2 pages (page 0 is nobody's), got {total}")
         self.strict, self.violations = strict, 0
-        self.generation = np.zeros(total, np.uint32)
+        self.generation, self._released = np.zeros(total, np.uint64), 0
         self._all_free(total)
 
     def shrink(self, total: int) -> None:
@@ -50,7 +51,8 @@ class PagePool:
         if len(owned) or not 2 <= total <= self.total:
             raise OwnershipError(f"from {self.total} to {total} pages while {len(owned)} are owned, such as "
                                  + ", ".join(f"{page} by {owner_name(self.owner[page])}" for page in owned[:3]))
-        self.generation = self.generation[:total] + np.uint32(1)
+        self._released += 1
+        self.generation = np.full(total, self._released, np.uint64)
         self._all_free(total)
 
     def _all_free(self, total: int) -> None:
@@ -94,17 +96,15 @@ class PagePool:
     def release(self, pages: np.ndarray, owner: int) -> None:
         """Give pages back. A page that `owner` does not own, or that is named twice, is a violation and stays out."""
         at = self._owned(pages, owner, "released")
-        if len(at) > 1:
-            marks = np.arange(len(at), dtype=np.int32)  # of a page that is named twice the later one stays
-            self.owner[at] = marks
-            found = self.owner.take(at)
-            if found.tobytes() != marks.tobytes():
-                self.owner[at] = owner
-                twice = np.unique(at[found != marks])
-                self._violation(twice, f"released twice in one call by {owner_name(owner)}", owner)
-                at = at[~np.isin(at, twice)]
+        numbers = np.arange(self._released + 1, self._released + len(at) + 1, dtype=np.uint64)
+        self._released += len(at)
+        self.generation[at] = numbers
+        found = self.generation.take(at)
+        if found.tobytes() != numbers.tobytes():  # of a page that is named twice the later number stays
+            twice = np.unique(at[found != numbers])
+            self._violation(twice, f"released twice in one call by {owner_name(owner)}", owner)
+            at = at[~np.isin(at, twice)]
         self.owner[at] = FREE
-        self.generation[at] += 1
         self._push(at)
 
     def transfer(self, pages: np.ndarray, source: int, target: int) -> None:
@@ -114,7 +114,7 @@ class PagePool:
     def check(self, pages: np.ndarray, generations: np.ndarray, owner: int) -> None:
         """Before a write or an adoption: the pages are still `owner`'s and of these generations."""
         at = self._owned(pages, owner, "used")
-        stale = self.generation[at] != np.asarray(generations, np.uint32)[:len(at)]
+        stale = self.generation[at] != np.asarray(generations, np.uint64)[:len(at)]
         if stale.any():
             self._violation(at[stale], "used with a stale generation", owner)
 
