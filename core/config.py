@@ -103,8 +103,10 @@ class SchedulerSettings:
     overlap: bool = setting(True, "plan the next step while the device computes the current one")
     waiting_timeout: float = setting(600.0, "a request that waits longer is answered 503", unit="seconds", least=0)
     running_timeout: float = setting(3600.0, "a request that runs longer is ended", unit="seconds", least=0)
-    step_timeout: float = setting(120.0, "/health is 503 while requests wait and no step has finished for so long",
-                                  unit="seconds", least=1)
+    step_timeout: float = setting(120.0, "an engine with requests that finishes no step for so long has hung and "
+                                  "is ended; after half of it stacks are logged", unit="seconds", least=1)
+    restart: int = setting(3, "how often within 10 minutes an engine that has died is started anew before the server "
+                           "ends; 0 = never", least=0, most=1000)
     record: str | None = setting(None, "file for a recording of everything that enters the engine, prompts included: "
                                  "private data, readable by its owner alone; `isthmus rerun` runs it again")
     record_limit: str = setting("1GiB", "largest recording; it ends there and serving goes on", unit="bytes",

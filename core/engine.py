@@ -17,7 +17,7 @@ from .config import Config
 from .contract import check_ops
 from .discovery import told
 from .env import debug_level
-from .errors import CheckpointError, ConfigError
+from .errors import CheckpointError, ConfigError, EngineDead
 from .manifests import missing_features
 from .messages import FinishReason, SamplingParams, Submit, TokenOutput, pack_ids
 from .plan import Batch, Out
@@ -167,6 +167,13 @@ class EngineCore:
         self._publish()
         return answer
 
+    def report(self) -> str:
+        """What the engine is doing and what happened last, for people; nothing private. Any thread may ask."""
+        pool, flight = self.cache.pool, self._flight
+        return (f"engine: {self.steps} steps, {f'step {flight[0].step}' if flight else 'none'} in flight, "
+                f"{self.scheduler.running} running, {self.scheduler.waiting} waiting, {pool.free} of {pool.capacity} "
+                f"pages free, {pool.violations} ownership violations; {self.recorder.tail()}")
+
     def close(self) -> None:
         """Let the device go."""
         if self._flight:
@@ -240,6 +247,8 @@ class EngineCore:
         return step(self._state, batch)
 
     def _failed(self, plans: list[Plan], error: Exception) -> list[TokenOutput]:
+        if isinstance(error, EngineDead):  # a rank is gone: no later step can succeed
+            raise error
         log.exception("step %d failed on %s", plans[-1].step, self._manifest.name, exc_info=error)
         flight, self._flight = self._flight, None
         if flight is not None:

@@ -71,6 +71,10 @@ class EngineStopped(EngineDead):
     """The engine was stopped on purpose; a request that had not ended may be sent again, elsewhere or later."""
 
 
+class EngineRestarting(EngineDead):
+    """The process that computed is gone and started anew: whoever waited may send the request again soon."""
+
+
 class CheckpointError(IsthmusError, ValueError):
     """A checkpoint that is missing, truncated, hostile or of an unknown kind."""
 

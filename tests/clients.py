@@ -23,7 +23,7 @@ def importable_fakes(monkeypatch):
 
 
 def make(form: str, model: str = "m", **scheduler):
-    config = Config(model=ModelSettings(model), scheduler=SchedulerSettings(**scheduler))
+    config = Config(model=ModelSettings(model), scheduler=SchedulerSettings(**{"restart": 0} | scheduler))
     if form == "in-process":
         return InProcessClient(config, FakeEngine, ByteTokenizer)
     return ProcessClient(config, "fake_engine:FakeEngine", "fake_engine:ByteTokenizer")

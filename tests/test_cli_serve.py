@@ -51,7 +51,7 @@ def test_a_port_in_use_names_the_next_free_one():
 class Ending:
     """An engine client as far as the end of a server needs it."""
 
-    waiting = 0
+    waiting, hung = 0, False
 
     def __init__(self, dies_in_drain=False):
         self.died, self.drained, self.dies_in_drain = asyncio.Event(), [], dies_in_drain
@@ -88,6 +88,13 @@ def test_a_dead_engine_ends_the_server_with_code_1_after_a_while(monkeypatch, ca
     assert code == 1 and 0.2 <= seconds and client.drained == []
     assert capsys.readouterr().err == (
         "isthmus: the engine is gone: the step went wrong. The server ends with exit code 1 in 0.2 s\n")
+
+
+def test_an_engine_that_hung_ends_the_server_with_a_code_of_its_own(monkeypatch, capsys):
+    client = Ending()
+    client.hung = True
+    assert end_of(client, lambda client, signals: client.died.set(), monkeypatch)[0] == serve.HUNG == 71
+    assert "exit code 71" in capsys.readouterr().err
 
 
 def test_a_signal_ends_a_server_without_an_engine_at_once_but_still_with_code_1(monkeypatch):
@@ -292,7 +299,7 @@ WAITS = "import isthmus.core.cli.serve as serve; serve.DEAD_S = 4\n"
 
 @pytest.mark.parametrize("form", ["three processes", "one process"])
 def test_when_the_engine_dies_everybody_is_told_and_the_server_ends(form, tiny, tmp_path):
-    words, before = ([], WAITS) if form == "three processes" else (["--in-process"], WAITS + (
+    words, before = (["--restart=0"], WAITS) if form == "three processes" else (["--in-process"], WAITS + (
         "import os, isthmus.core.engine as engine\nstep = engine.EngineCore.step\n"
         "def dying(self):\n"
         f"    if os.path.exists({str(tmp_path / 'fire')!r}): raise OSError('the device is on fire')\n"

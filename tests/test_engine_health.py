@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -25,8 +24,6 @@ from .effort import until as wait_until
 from .fake_engine import CRASH, RAISE, FakeEngine
 
 COST = 30  # seconds
-
-PLAIN_STEP = FakeEngine.step
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -205,57 +202,6 @@ def test_an_engine_in_a_long_step_is_healthy(monkeypatch):
         await asyncio.sleep(0.1)
         assert client.health()[0]
     with_client("in-process", body)
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_an_engine_that_finishes_no_step_is_unhealthy_until_it_does(form, monkeypatch):
-    monkeypatch.setattr("isthmus.core.processes.client.PING_S", 0.02)
-
-    async def body(client):
-        await collect(client, "a", b"x")
-
-        async def idle():
-            return client.step_age == 0
-        await until(idle)  # as soon as it has been asked once more
-        stream = asyncio.ensure_future(collect(client, "a", b"x", max_tokens=10**6))
-        await asyncio.sleep(2)
-        assert client.health() == (True, ""), "many steps take longer than one may"
-        if form == "processes":
-            os.kill(client.pids()["scheduler"], signal.SIGSTOP)
-        else:
-            monkeypatch.setattr(FakeEngine, "step", lambda self, plain=FakeEngine.step: time.sleep(3) or plain(self))
-
-        async def stuck():
-            return not client.health()[0]
-        await until(stuck)
-        assert client.step_age >= 1.5 and not stream.done() and not client.gone
-        assert re.fullmatch("the engine has requests and has finished no step for [0-9.]+ s.*; see --step-timeout",
-                            client.health()[1])
-        if form == "processes":
-            os.kill(client.pids()["scheduler"], signal.SIGCONT)
-        else:
-            monkeypatch.setattr(FakeEngine, "step", PLAIN_STEP)
-
-        async def well():
-            return client.health() == (True, "")
-        await until(well)
-        stream.cancel()
-    with_client(form, body, step_timeout=1.5)
-
-
-def test_an_engine_that_answers_and_gets_nowhere_is_unhealthy(monkeypatch):
-    monkeypatch.setattr("isthmus.core.processes.client.PING_S", 0.02)
-    monkeypatch.setattr(FakeEngine, "step", lambda self: time.sleep(0.001) or [])
-
-    async def body(client):
-        stream = asyncio.ensure_future(collect(client, "a", b"x"))
-
-        async def stuck():
-            return not client.health()[0]
-        await until(stuck)
-        assert "no step for " in client.health()[1] and ", though it answers" in client.health()[1]
-        stream.cancel()
-    with_client("in-process", body, step_timeout=0.3)
 
 
 def test_a_flood_of_messages_does_not_starve_the_loop(monkeypatch):

@@ -40,7 +40,9 @@ variables over the file. ISTHMUS_CACHE=FOLDER is where downloaded models are kep
 HEALTH = """\
 GET /health is 200 as long as the engine lives, also while a stopping server lets
 running requests finish. GET /ready is 200 only when a new request would be taken.
-When the engine dies both are 503, and soon the server ends with exit code 1."""
+When the engine dies both are 503 until it has been started anew. After --restart times in
+10 minutes the server ends with exit code 1, or 71 if the engine finished no step for
+--step-timeout (docs/operations.md)."""
 TOP = """\
 The server is the one that --host and --port name, unless --url is given. Numbers come from
 its /server_info. On a terminal the page renews itself until Ctrl-C; into a pipe one page

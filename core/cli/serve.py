@@ -34,6 +34,7 @@ from .settings import Resolved
 
 BACKLOG = 2048
 FAILED = 1
+HUNG = 71        # exit code after an engine that finished no step (sysexits.h: EX_OSERR)
 DEAD_S = 5.0     # how long clients and probes are told that the engine is gone before the server ends
 NEXT_PORTS = 50  # ports that are tried after one that is taken
 PROBES = ("/health", "/ready")
@@ -44,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, resolved: Resolved) -> int:
-    """Serve until a signal, then drain; 0 after an orderly end, 1 when the engine died."""
+    """Serve until a signal, then drain; 0 after an orderly end, 1 when the engine died for good, `HUNG` when it hung."""
     config = resolved.config
     if config.cache.cache_isolation == "key" and config.server.api_key is None:
         raise ConfigError("--cache-isolation key keeps the holders of different API keys apart, but no key is set: set "
@@ -214,13 +215,15 @@ def _open_server(config: Config) -> tuple[Any, Callable[..., Any]]:
 
 
 async def until_end(client: Any, drain_timeout: float, signals: Signals) -> int:
-    """Wait for a signal and drain: exit code 0. If the engine dies instead, tell clients and probes for a while: 1."""
+    """Wait for a signal and drain: exit code 0. If the engine dies for good instead, tell clients and probes for a
+    while: `FAILED`, or `HUNG`."""
     died = asyncio.ensure_future(client.died.wait())
     if await until(died, signals.first):
-        announce(f"isthmus: the engine is gone: {client.health()[1]}. The server ends with exit code {FAILED} in "
+        code = HUNG if client.hung else FAILED
+        announce(f"isthmus: the engine is gone: {client.health()[1]}. The server ends with exit code {code} in "
                  f"{DEAD_S:g} s", logging.ERROR)
         await until(asyncio.ensure_future(asyncio.sleep(DEAD_S)), signals.first)
-        return FAILED
+        return code
     await _drain(client, drain_timeout, signals)
     if client.died.is_set():
         announce(f"isthmus: the engine is gone: {client.health()[1]}", logging.ERROR)

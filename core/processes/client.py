@@ -4,6 +4,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -26,6 +27,8 @@ from ..messages import (
 )
 from .backlog import Backlog
 
+log = logging.getLogger(__name__)
+
 ProgressCall = Callable[[str, int, int], None]  # stage, done, total
 
 PING_S = 2.0         # between two questions how the engine is; it answers between two steps
@@ -42,12 +45,14 @@ class EngineClient(ABC):
     info: what the engine says about itself, once `start` has returned.
     draining: no new request is taken; running ones go on.
     died: set when the engine is gone although nobody stopped it; `health` has the reason. It never comes back.
+    hung: whether it was ended for finishing no step.  restarts: how often it was started anew.
     """
 
     def __init__(self, config: Config):
         self.config = config
         self.info: dict[str, Any] = {}
-        self.draining = False
+        self.draining = self.hung = False
+        self.restarts = 0
         self.died = asyncio.Event()
         self._state, self._reason = "loading", "the model is loading"
         self._progress: ProgressCall | None = None
@@ -57,6 +62,7 @@ class EngineClient(ABC):
         self._serial = itertools.count()
         self._unanswered = self._still = 0  # pings since the engine was last heard, and since it last got on
         self._busy, self._steps = False, 0  # whether it may have work, and the steps that it spoke of
+        self._reported = False  # whether this silence has been reported
         self._pulse: asyncio.Task[None] | None = None
 
     @abstractmethod
@@ -231,10 +237,34 @@ class EngineClient(ABC):
             self._still += 1
             if self._unanswered == 1:  # one that waits will do
                 self._send(Command(PULSE, "ping"))
+            self._judge()
+
+    def _judge(self) -> None:
+        """The watchdog, the only one: a report after half of --step-timeout without a step, the end after all of it."""
+        limit = self.config.scheduler.step_timeout
+        if self._state != "ready" or self.step_age <= limit / 2:
+            return
+        if not self._reported:
+            self._reported = True
+            log.error("the engine has requests and has finished no step for %g s; at %g s it is ended "
+                      "(--step-timeout). Where it is:", self.step_age, limit)
+            self._report()
+        if self.step_age > limit:
+            self.hung = True
+            self._hang(f"the engine hung: it had requests and finished no step for {self.step_age:g} s "
+                       "(--step-timeout)")
+
+    @abstractmethod
+    def _report(self) -> None:
+        """Have the engine log where its threads are and what happened last."""
+
+    def _hang(self, reason: str) -> None:
+        """Take the engine for dead."""
+        self._end("dead", reason)
 
     def _feel(self, pulse: dict[str, Any]) -> None:
         if pulse["steps"] != self._steps or not pulse["busy"]:
-            self._still = 0
+            self._still, self._reported = 0, False
         self._steps, self._busy = pulse["steps"], pulse["busy"] or bool(self._streams)
 
     def _end(self, state: str, reason: str) -> None:
@@ -244,11 +274,15 @@ class EngineClient(ABC):
         self._state, self._reason = state, reason
         if state == "dead":
             self.died.set()
+        self._tell_all(self.dead)
+
+    def _tell_all(self, error: Callable[[], EngineDead]) -> None:
+        """Everybody who waits gets an error of their own."""
         for backlog in self._streams.values():
-            backlog.put(self.dead())
+            backlog.put(error())
         for future in self._commands.values():
             if not future.done():
-                future.set_exception(self.dead())
+                future.set_exception(error())
 
     def dead(self) -> EngineDead:
         """Why no answer can come: the engine died, or it was stopped."""

@@ -21,7 +21,7 @@ from ..messages import (
 )
 from ..text.detokenizer import Detokenizer
 from ..text.stop import StopFilter
-from .wire import Start, decode_to_detokenizer, encode, read_socket, resolve, run_worker, write_socket
+from .wire import Report, Start, decode_to_detokenizer, encode, read_socket, resolve, run_worker, write_socket
 
 log = logging.getLogger(__name__)
 
@@ -161,12 +161,13 @@ def load_tokenizer_of(config: Any) -> Any:
         return load_tokenizer(checkpoint, encodes=False)
 
 
-def serve(start: Start, context: zmq.Context, api: zmq.Socket) -> None:
+def serve(start: Start, context: zmq.Context, api: zmq.Socket, report: Report) -> None:
     """Turn ids into text until the process is told to leave."""
     inbox = read_socket(context, start.directory, "detokenizer")
     scheduler = write_socket(context, start.directory, "scheduler")
     load = resolve(start.tokenizer) if start.tokenizer else load_tokenizer_of
     state = DetokenizerState(load(start.config))
+    report.tail = lambda: f"detokenizer: {len(state)} requests"
     # Takes the way through the scheduler, so that its arrival proves that every socket is connected.
     scheduler.send(encode(Ready("detokenizer")))
     while True:

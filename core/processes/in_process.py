@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import queue
 import threading
 from collections.abc import Callable
@@ -13,7 +14,9 @@ from ..messages import Abort, Failed, Ready, Submit, TokenOutputs, Watch
 from .client import EngineClient, ProgressCall
 from .detokenizer import DetokenizerState, load_tokenizer_of
 from .scheduler import BATCH, SchedulerState, make_engine, ready
-from .wire import describe
+from .wire import describe, stacks
+
+log = logging.getLogger(__name__)
 
 
 class InProcessClient(EngineClient):
@@ -28,6 +31,7 @@ class InProcessClient(EngineClient):
         self._make_engine, self._make_tokenizer = engine, tokenizer or load_tokenizer_of
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._engine: Any = None
 
     async def start(self, progress: ProgressCall | None = None) -> None:
         self._progress = progress
@@ -40,11 +44,11 @@ class InProcessClient(EngineClient):
         self._watch_pulse()
 
     async def close(self) -> None:
-        loading = self._state == "loading"
+        leave = self._state == "loading" or self.hung
         await super().close()
         if self._thread is not None:
             self._inbox.put(None)
-            if not loading:  # loading cannot be interrupted; the thread ends by itself when it is done
+            if not leave:  # what loads or hangs cannot be interrupted; the thread ends when it can, or with the process
                 await asyncio.to_thread(self._thread.join)
             self._thread = None
 
@@ -65,6 +69,10 @@ class InProcessClient(EngineClient):
         if self._thread is not None and not self._started.done():
             self._started.set_exception(EngineDead(reason))
 
+    def _report(self) -> None:
+        engine = self._engine
+        log.error("%s", "\n".join(filter(None, [engine.report() if engine else "", stacks()])))
+
     # Below: in the engine's thread.
 
     def _post(self, message: Any) -> None:
@@ -77,7 +85,7 @@ class InProcessClient(EngineClient):
         engine = None
         try:
             self._detokenizer = DetokenizerState(self._make_tokenizer(self.config))
-            engine = make_engine(self._make_engine, self.config, self._post)
+            engine = self._engine = make_engine(self._make_engine, self.config, self._post)
             state = SchedulerState(engine, self._pass_on)
             self._post(ready(engine))
             self._feed(state)

@@ -11,7 +11,7 @@ import zmq
 from ..env import debug_level
 from ..errors import IsthmusError, RequestError
 from ..messages import Abort, Command, Progress, Ready, Reply, Submit, TokenOutputs, refused
-from .wire import Start, decode_to_scheduler, describe, encode, read_socket, resolve, run_worker
+from .wire import Report, Start, decode_to_scheduler, describe, encode, read_socket, resolve, run_worker
 
 log = logging.getLogger(__name__)
 
@@ -85,11 +85,12 @@ def ready(engine: Any) -> Ready:
     return Ready("scheduler", msgspec.json.encode(engine.info))
 
 
-def serve(start: Start, context: zmq.Context, outbox: zmq.Socket) -> None:
+def serve(start: Start, context: zmq.Context, outbox: zmq.Socket, report: Report) -> None:
     """Run the engine until the process is told to leave. Blocks when there is nothing to do."""
     inbox = read_socket(context, start.directory, "scheduler")
     send = lambda message: outbox.send(encode(message))  # noqa: E731
     engine = make_engine(resolve(start.engine) if start.engine else None, start.config, send)
+    report.tail = engine.report
     send(ready(engine))
     state = SchedulerState(engine, send)
     while True:

@@ -2,13 +2,15 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections import deque
 from typing import Any
 
 import zmq
 import zmq.asyncio
 
 from ..config import Config
-from ..errors import EngineDead, Overloaded
+from ..errors import EngineDead, EngineRestarting, Overloaded
 from ..messages import Ready, Submit, Watch
 from .client import EngineClient, ProgressCall
 from .wire import SPOKE, decode_to_api, encode, read_socket, write_socket
@@ -16,10 +18,14 @@ from .workers import ROLES, Workers, describe_exit
 
 RETRY_S = 0.02     # between tries to hand an abort to a scheduler whose queue is full
 LAST_WORDS_S = 10  # how long the explanation of a worker that sent one may take to arrive
+WINDOW_S = 600     # in which restarts are counted
+DUMP_S = 0.2       # how long processes may take to print where they hang
+
+log = logging.getLogger(__name__)
 
 
 class ProcessClient(EngineClient):
-    """Scheduler and detokenizer as child processes.
+    """Scheduler and detokenizer as child processes, started anew when they die, as often as --restart allows.
 
     engine, tokenizer: "module:attribute" of replacements for `EngineCore` and the tokenizer, importable there.
     """
@@ -29,36 +35,77 @@ class ProcessClient(EngineClient):
         self._replacements = (engine, tokenizer)
         self._workers: Workers | None = None
         self._reader: asyncio.Task[None] | None = None
-        self._missing = set(ROLES)
+        self._supervisor: asyncio.Task[None] | None = None
+        self._deaths: deque[float] = deque()
 
     async def start(self, progress: ProgressCall | None = None) -> None:
         self._progress = progress
         self._loop = asyncio.get_running_loop()
-        self._started: asyncio.Future[None] = self._loop.create_future()
         self._context = zmq.asyncio.Context()
-        self._workers = Workers(self.config, *self._replacements)
-        self._inbox = read_socket(self._context, self._workers.directory, "api")
-        # A plain socket: sending must not wait, since a cancelled task can still have an abort to send.
-        self._outbox = write_socket(zmq.Context(self._context), self._workers.directory, "scheduler")
-        self._reader = asyncio.create_task(self._read())
-        self._workers.spawn(lambda role, code: self._loop.call_soon_threadsafe(self._on_exit, role, code))
-        await self._started
-        self._serve()
-        await self.command("ping")  # proves the last connection; then the sockets need no names any more
-        self._workers.forget_directory()
-        self._watch_pulse()
+        await self._open()
+        self._supervisor = asyncio.create_task(self._supervise())
 
     async def close(self) -> None:
         await super().close()
-        if self._workers is None:
-            return
+        if self._supervisor is not None:
+            self._supervisor.cancel()
+            await asyncio.gather(self._supervisor, return_exceptions=True)
+        if self._workers is not None:
+            await self._shut()
+            self._context.term()
+
+    async def _open(self) -> None:
+        """Start the processes and wait until they can serve. Raises `EngineDead` when they cannot."""
+        self._started: asyncio.Future[None] = self._loop.create_future()
+        self._missing = set(ROLES)
+        self._lost = asyncio.Event()
+        workers = self._workers = Workers(self.config, *self._replacements)
+        self._inbox = read_socket(self._context, workers.directory, "api")
+        # A plain socket: sending must not wait, since a cancelled task can still have an abort to send.
+        self._outbox = write_socket(zmq.Context(self._context), workers.directory, "scheduler")
+        self._reader = asyncio.create_task(self._read())
+        workers.spawn(lambda role, code: self._loop.call_soon_threadsafe(self._on_exit, workers, role, code))
+        await self._started
+        self._unanswered = self._still = 0
+        self._busy = self._reported = self.hung = False
+        self._progress = None
+        self._serve()
+        await self.command("ping")  # proves the last connection; then the sockets need no names any more
+        workers.forget_directory()
+        self._watch_pulse()
+
+    async def _shut(self) -> None:
+        """End what `_open` started."""
         workers, self._workers = self._workers, None
+        if self._pulse is not None:
+            self._pulse.cancel()
         self._reader.cancel()
         await asyncio.gather(self._reader, return_exceptions=True)
         await asyncio.to_thread(workers.stop)
         self._outbox.close(0)
         self._inbox.close(0)
-        self._context.term()
+
+    async def _supervise(self) -> None:
+        """Start the engine anew whenever it is lost, until that has been done too often."""
+        while not self.gone:
+            await self._lost.wait()
+            await self._shut()
+            try:
+                await self._open()
+                log.warning("the engine is there again")
+            except EngineDead as error:
+                self._end("dead", str(error))
+
+    def _may_restart(self) -> bool:
+        """Count a death. False when there were too many within `WINDOW_S`."""
+        now = self._loop.time()
+        while self._deaths and now - self._deaths[0] > WINDOW_S:
+            self._deaths.popleft()
+        if len(self._deaths) >= self.config.scheduler.restart:
+            return False
+        self._deaths.append(now)
+        self.restarts += 1
+        return True
 
     def pids(self) -> dict[str, int]:
         """Process ids of the workers by role."""
@@ -92,13 +139,38 @@ class ProcessClient(EngineClient):
         if not self._missing and not self._started.done():
             self._started.set_result(None)
 
-    def _on_exit(self, role: str, code: int) -> None:
+    def _on_exit(self, workers: Workers, role: str, code: int) -> None:
         """A worker is gone: unhealthy now. Who waits hears it now too, unless its own explanation is on the way."""
-        if self._state not in ("dead", "closed"):
+        if workers is self._workers and self._state not in ("dead", "closed", "failing"):
             self._state, self._reason = "failing", describe_exit(role, code)
-            self._loop.call_later(LAST_WORDS_S if code == SPOKE else 0, self._end, "dead", self._reason)
+            self._loop.call_later(LAST_WORDS_S if code == SPOKE else 0, self._lose, workers)
+
+    def _lose(self, workers: Workers) -> None:
+        if workers is self._workers:  # else its own words came first
+            self._end("dead", self._reason)
+
+    def _report(self) -> None:
+        self._workers.ask_for_report()
+
+    def _hang(self, reason: str) -> None:
+        self._state, self._reason = "failing", reason
+        self._workers.dump()
+        self._loop.call_later(DUMP_S, self._lose, self._workers)
 
     def _end(self, state: str, reason: str) -> None:
+        """A dead engine is started anew where that is allowed; who waits for it hears of its death all the same."""
+        if state == "dead" and self._supervisor is not None and self._state not in ("dead", "closed"):
+            if self._lost.is_set():  # that is known
+                return
+            if self._may_restart():
+                self._state, self._reason = "loading", f"{reason}. It is being started anew"
+                log.error("the engine is gone: %s (%d of %d times in %g minutes)", self._reason, len(self._deaths),
+                          self.config.scheduler.restart, WINDOW_S / 60)
+                self._tell_all(lambda: EngineRestarting(f"the engine is gone: {self._reason}: send the request again"))
+                self._lost.set()
+                if not self._started.done():
+                    self._started.set_exception(EngineRestarting(self._reason))
+                return
         super()._end(state, reason)
         if self._workers is not None and not self._started.done():
             self._started.set_exception(EngineDead(self._reason))

@@ -2,11 +2,14 @@
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import importlib
+import logging
 import os
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +25,9 @@ from ..messages import Failed, ToApi, ToDetokenizer, ToScheduler
 HIGH_WATER_MARK = 4096  # messages that may wait in one direction; a full socket blocks or refuses its sender
 LINGER_MS = 5000        # how long a failed worker may deliver its last words
 SPOKE = 70              # exit code of a worker that did (sysexits.h: EX_SOFTWARE)
+REPORT = b"?"           # on a worker's standard input: log where you are
+
+log = logging.getLogger(__name__)
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_scheduler = msgspec.msgpack.Decoder(ToScheduler).decode
@@ -81,40 +87,66 @@ def describe(error: BaseException) -> str:
     return str(error) if deliberate and str(error) else f"{type(error).__name__}: {error}"
 
 
-def start_worker() -> Start:
+class Report:
+    """What a worker logs when it is asked where it is. tail: more words, from its body."""
+
+    def __init__(self) -> None:
+        self.tail: Callable[[], str] = str
+
+    def __call__(self) -> None:
+        log.error("%s", "\n".join(filter(None, [self.tail(), stacks()])))
+
+
+def stacks() -> str:
+    """Where every thread of this process is, for people."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    parts = [f"thread {names.get(ident, ident)}:\n" + "".join(traceback.format_stack(frame)).rstrip()
+             for ident, frame in sys._current_frames().items() if ident != threading.get_ident()]
+    return "\n".join(parts)
+
+
+def start_worker(report: Callable[[], None] | None = None) -> Start:
     """Read `Start` from standard input and tie this process's life to its parent's.
 
     The parent alone decides when a worker ends, by closing the pipe: signals that a terminal or a service manager sends
-    to the whole group are ignored. A worker holds nothing worth saving, so it leaves at once.
+    to the whole group are ignored. A worker holds nothing worth saving, so it leaves at once. What else comes on the
+    pipe asks for a `report`; SIGUSR1 prints stacks even when a native call holds Python's lock.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if hasattr(signal, "SIGUSR1"):
+        faulthandler.register(signal.SIGUSR1, all_threads=True)
     start = msgspec.json.decode(sys.stdin.buffer.readline(), type=Start)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: also when a long native call holds the lock
         if os.getppid() != start.parent:
             os._exit(1)
-    threading.Thread(target=_leave_with_parent, daemon=True).start()
+    threading.Thread(target=_leave_with_parent, args=(report,), name="lifeline", daemon=True).start()
     return start
 
 
-def _leave_with_parent() -> None:
+def _leave_with_parent(report: Callable[[], None] | None) -> None:
     while sys.stdin.buffer.read(1):
-        pass
+        if report is not None:
+            try:
+                report()
+            except Exception:  # what it looks at may change under it; the thread has another duty
+                log.exception("no report can be made")
     os._exit(0)
 
 
-def run_worker(role: str, listener: str, body: Callable[[Start, zmq.Context, zmq.Socket], None]) -> None:
+def run_worker(role: str, listener: str, body: Callable[[Start, zmq.Context, zmq.Socket, Report], None]) -> None:
     """Start and run `body` with a socket to `listener`, the next on the way to the API; if it fails, say so there.
 
     A failed worker exits with code `SPOKE`.
     """
-    start = start_worker()
+    report = Report()
+    start = start_worker(report)
     set_up_logging(start.config.server)
     context = zmq.Context()
     outbox = write_socket(context, start.directory, listener)
     try:
-        body(start, context, outbox)
+        body(start, context, outbox, report)
     except BaseException as error:
         if describe(error) != str(error) or debug_level():
             sys.excepthook(type(error), error, error.__traceback__)

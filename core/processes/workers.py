@@ -3,19 +3,28 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 
 from ..config import Config
-from .wire import Start
+from .wire import REPORT, Start
+
+try:
+    import fcntl
+except ImportError:  # Windows, where the engine runs in one process
+    fcntl = None
 
 ROLES = ("scheduler", "detokenizer")
+SOCKETS = "isthmus-sockets-"
 
 
 def describe_exit(role: str, code: int) -> str:
@@ -26,6 +35,26 @@ def describe_exit(role: str, code: int) -> str:
     return f"the {role} process was killed by signal {-code}{memory}"
 
 
+def lock(directory: Path) -> int | None:
+    """Mark a folder as used for as long as this process lives: a descriptor, None if another process has it."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def sweep() -> None:
+    """Remove the folders of servers that were killed while they started; what lives has its folder locked."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{SOCKETS}*"):
+        with suppress(OSError):  # another user's, or gone
+            if folder.stat().st_mtime < time.time() - 1 and (descriptor := lock(folder)) is not None:
+                shutil.rmtree(folder, ignore_errors=True)
+                os.close(descriptor)
+
+
 class Workers:
     """The worker processes and the directory of their sockets.
 
@@ -33,7 +62,9 @@ class Workers:
     """
 
     def __init__(self, config: Config, engine: str | None = None, tokenizer: str | None = None):
-        self.directory = Path(tempfile.mkdtemp(prefix="isthmus-"))  # mkdtemp makes it 0700
+        sweep()
+        self.directory = Path(tempfile.mkdtemp(prefix=SOCKETS))  # mkdtemp makes it 0700
+        self._lock = lock(self.directory)
         self._start = Start(str(self.directory), os.getpid(), config, engine, tokenizer)
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._stopping = False
@@ -62,6 +93,22 @@ class Workers:
     def forget_directory(self) -> None:
         """Remove the sockets' names; connected sockets stay, and nobody else can connect any more."""
         shutil.rmtree(self.directory, ignore_errors=True)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def ask_for_report(self) -> None:
+        """Have each process log where its threads are, and the engine what happened last, as far as Python runs."""
+        for process in self._processes.values():
+            with suppress(OSError, ValueError):  # it is gone already
+                process.stdin.write(REPORT)
+                process.stdin.flush()
+
+    def dump(self) -> None:
+        """Have each process print where its threads are, even if a native call holds Python's lock."""
+        for process in self._processes.values():
+            if process.poll() is None:
+                process.send_signal(signal.SIGUSR1)
 
     def stop(self, timeout: float = 0.5) -> None:
         """End the processes and wait for them; blocks for `timeout` seconds at most before they are killed."""

@@ -75,8 +75,7 @@ class RecordingFile:
         if self.full or self.size > self.limit:
             return self._end(f"it has {self.limit} bytes (--record-limit)")
         try:
-            self._file.write(FRAME.pack(len(data), zlib.crc32(data)))
-            self._file.write(data)
+            self._file.write(FRAME.pack(len(data), zlib.crc32(data)) + data)
             if now - self._flushed > FLUSH_S:
                 self._flushed = now
                 self._file.flush()

@@ -60,7 +60,8 @@ async def engine_stats(server: Server) -> dict[str, Any]:
 
 async def metrics(server: Server, request: Request) -> Response:
     """Prometheus text."""
-    stats = {**await engine_stats(server), "step_age": server.client.step_age}
+    stats = {**await engine_stats(server), "step_age": server.client.step_age,
+             "restarts": server.client.restarts}
     data = server.metrics.export(server.model, server.info, stats)
     return Response(data, media_type="text/plain; version=0.0.4; charset=utf-8")
 

@@ -11,7 +11,7 @@ import pydantic
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from ..errors import SHOWN, EngineDead, EngineStopped, RequestError, cut, shown
+from ..errors import SHOWN, EngineDead, EngineRestarting, EngineStopped, RequestError, cut, shown
 
 log = logging.getLogger(__name__)
 
@@ -21,6 +21,8 @@ STATUS_CODES = {400: "invalid_request", 401: "invalid_api_key", 404: "not_found"
 ABORTED = "aborted"
 ENGINE_DEAD = "engine_dead"
 STOPPING = "server_stopping"
+RESTARTING = "engine_restarting"
+RESTART_S = 5  # seconds after which it may be there again
 MAX_MESSAGE = 2000  # characters; whatever a message repeats of a request, the answer is short
 
 
@@ -72,6 +74,8 @@ def as_request_error(error: Exception) -> RequestError:
         return validation_error(error)
     if isinstance(error, EngineStopped):
         return RequestError(str(error), status=503, code=STOPPING, kind="server_error")
+    if isinstance(error, EngineRestarting):
+        return RequestError(str(error), status=503, code=RESTARTING, kind="server_error", retry_after=RESTART_S)
     if isinstance(error, EngineDead):
         return RequestError(f"the engine is gone: {error}", status=503, code=ENGINE_DEAD, kind="server_error")
     if isinstance(error, HTTPException):

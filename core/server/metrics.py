@@ -48,6 +48,7 @@ ENGINE = (
     ("steps", "counter", "steps", None, "Forward passes"),
     ("kv_event_batches", "counter", "kv_event_batches", None, "Batches of cache events published"),
     ("step_age", "gauge", "step_age_seconds", None, "Since a step finished; 0 while the engine has nothing to do"),
+    ("restarts", "counter", "engine_restarts", None, "Times that an engine that had died was started anew"),
 )
 # What the server measures: key, buckets, our name, vLLM's name, help.
 MEASURED = (

@@ -1,0 +1,205 @@
+"""The watchdog over the engine's steps, and engines that are started anew when they die."""
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import tempfile
+import time
+
+import psutil
+import pytest
+from isthmus.core.errors import EngineDead, EngineRestarting, Overloaded
+from isthmus.core.processes import workers
+from isthmus.core.processes.workers import SOCKETS, Workers
+from isthmus.core.server.errors import as_request_error, error_headers
+from isthmus.core.server.metrics import Metrics
+
+from .clients import FORMS, collect, importable_fakes, text, until, with_client  # noqa: F401
+from .effort import SOON
+from .effort import until as wait_until
+from .fake_engine import CRASH, RAISE, FakeEngine
+
+COST = 60  # seconds
+
+PLAIN_STEP = FakeEngine.step
+
+
+def sleeping(seconds: float):
+    """A step that takes so long, once."""
+    slept = []
+
+    def step(self):
+        if not slept:
+            slept.append(time.sleep(seconds))
+        return PLAIN_STEP(self)
+    return step
+
+
+async def well_again(client):
+    async def well():
+        return client.health() == (True, "")
+    await until(well)
+
+
+# ---- the watchdog
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_step_that_takes_half_of_its_time_is_reported_once_and_forgiven(form, monkeypatch, caplog, capfd):
+    monkeypatch.setattr("isthmus.core.processes.client.PING_S", 0.02)
+
+    async def body(client):
+        await collect(client, "a", b"x")
+        if form == "in-process":
+            monkeypatch.setattr(FakeEngine, "step", sleeping(4))
+        stream = asyncio.ensure_future(collect(client, "a", b"x", max_tokens=200))
+        if form == "processes":
+            await asyncio.sleep(0.05)
+            os.kill(client.pids()["scheduler"], signal.SIGSTOP)
+            await asyncio.sleep(4)
+            os.kill(client.pids()["scheduler"], signal.SIGCONT)
+        assert text(await stream) == "x" * 200
+        await well_again(client)
+        assert not client.hung and client.step_age < 1
+    with_client(form, body, step_timeout=6)
+    told = caplog.text + capfd.readouterr().err
+    assert told.count("Where it is:") == 1 and "at 6 s it is ended (--step-timeout)" in told
+    assert "fake: " in told and "after step" in told and "in step" in told
+    assert ("thread engine" if form == "in-process" else "thread MainThread") in told
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_an_engine_that_hangs_is_unhealthy_and_ended(form, monkeypatch, capfd):
+    monkeypatch.setattr("isthmus.core.processes.client.PING_S", 0.02)
+
+    async def body(client):
+        await collect(client, "a", b"x")
+        pids = client.pids() if form == "processes" else {}
+        if form == "in-process":
+            monkeypatch.setattr(FakeEngine, "step", sleeping(20))
+        stream = asyncio.ensure_future(collect(client, "a", b"x", max_tokens=10**6))
+        if form == "processes":
+            await asyncio.sleep(0.05)
+            os.kill(pids["scheduler"], signal.SIGSTOP)
+        with pytest.raises(EngineDead, match="the engine hung: it had requests and finished no step for [0-9.]+ s"):
+            await asyncio.wait_for(stream, 15)
+        assert client.died.is_set() and client.hung and not client.health()[0]
+        assert "hung" in client.health()[1] and "--step-timeout" in client.health()[1]
+        return pids
+    pids = with_client(form, body, step_timeout=1)
+    assert not any(psutil.pid_exists(pid) for pid in pids.values())
+    if form == "processes":
+        assert "Thread 0x" in capfd.readouterr().err, "printed by the detokenizer, whatever holds Python's lock"
+
+
+def test_an_engine_that_answers_and_gets_nowhere_hangs(monkeypatch):
+    monkeypatch.setattr("isthmus.core.processes.client.PING_S", 0.02)
+    monkeypatch.setattr(FakeEngine, "step", lambda self: time.sleep(0.001) or [])
+
+    async def body(client):
+        with pytest.raises(EngineDead, match="hung"):
+            await collect(client, "a", b"x")
+    with_client("in-process", body, step_timeout=1)
+
+
+def test_many_short_steps_are_no_hang(monkeypatch):
+    monkeypatch.setattr("isthmus.core.processes.client.PING_S", 0.02)
+
+    async def body(client):
+        stream = asyncio.ensure_future(collect(client, "a", b"x", max_tokens=10**6))
+        await asyncio.sleep(3)
+        assert client.health() == (True, "") and not stream.done()
+        stream.cancel()
+    with_client("processes", body, step_timeout=1)
+
+
+# ---- engines that are started anew
+
+@pytest.mark.parametrize("role", ["scheduler", "detokenizer"])
+def test_a_killed_process_costs_the_running_requests_and_no_later_one(role, caplog):
+    async def body(client):
+        first = client.pids()
+        streams = [asyncio.ensure_future(collect(client, f"s{i}", b"x", max_tokens=10**6)) for i in range(5)]
+        await asyncio.sleep(0.05)
+        os.kill(first[role], signal.SIGKILL)
+        for stream in streams:
+            with pytest.raises(EngineRestarting, match=f"the {role} process was killed by signal 9"):
+                await asyncio.wait_for(stream, SOON)
+        ok, reason = client.health()
+        assert not ok and "It is being started anew" in reason and not client.gone
+        with pytest.raises(Overloaded, match="being started anew|is loading") as caught:
+            await collect(client, "early", b"x")
+        assert caught.value.status == 503
+        with pytest.raises(EngineDead):
+            await client.command("stats")
+        await well_again(client)
+        assert text(await collect(client, "s0", b"ab", max_tokens=4)) == "abab", "the id is free again"
+        assert client.restarts == 1 and not client.died.is_set()
+        assert not any(psutil.pid_exists(pid) for pid in first.values())
+        assert not client._workers.directory.exists() and client.info["served_name"] == "fake"
+        return client.pids()
+    pids = with_client("processes", body, restart=3)
+    assert not any(psutil.pid_exists(pid) for pid in pids.values())
+    assert "(1 of 3 times in 10 minutes)" in caplog.text
+
+
+def test_an_engine_that_dies_too_often_stays_dead():
+    async def body(client):
+        for prompt, words in (([CRASH], "exited with code 7"), ([120, RAISE], "the step went wrong")):
+            with pytest.raises(EngineRestarting, match=words):
+                await collect(client, "bad", prompt)
+            await well_again(client)
+        with pytest.raises(EngineDead, match="exited with code 7") as caught:
+            await collect(client, "bad", [CRASH])
+        assert not isinstance(caught.value, EngineRestarting)
+        assert client.died.is_set() and client.gone and client.restarts == 2
+    with_client("processes", body, restart=2)
+
+
+def test_an_engine_that_cannot_load_again_is_tried_as_often_as_allowed(monkeypatch):
+    async def body(client):
+        client._replacements = ("fake_engine:NotThere", client._replacements[1])
+        os.kill(client.pids()["scheduler"], signal.SIGKILL)
+        await asyncio.wait_for(client.died.wait(), SOON)
+        assert client.restarts == 2 and "NotThere" in client.health()[1]
+    with_client("processes", body, restart=2)
+
+
+def test_closing_while_the_engine_is_started_anew_leaves_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    async def body(client):
+        os.kill(client.pids()["detokenizer"], signal.SIGKILL)
+
+        async def again():
+            return client.restarts == 1 and client._workers is not None and len(client.pids()) == 2
+        await until(again)
+        return client.pids()
+    pids = with_client("processes", body, restart=3)
+    wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids.values()))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_clients_are_told():
+    again = as_request_error(EngineRestarting("the engine is gone"))
+    assert (again.status, again.code) == (503, "engine_restarting") and error_headers(again)["Retry-After"] == "5"
+    gone = as_request_error(EngineDead("killed"))
+    assert (gone.status, gone.code) == (503, "engine_dead") and "Retry-After" not in error_headers(gone)
+    assert b"isthmus_engine_restarts_total" in Metrics().export("m", {}, {"restarts": 2})
+
+
+def test_folders_of_killed_servers_are_swept_and_those_of_living_ones_are_not(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    left, own, other = tmp_path / f"{SOCKETS}left", tmp_path / f"{SOCKETS}own", tmp_path / "isthmus-soak"
+    for folder in (left, own, other):
+        folder.mkdir()
+        os.utime(folder, (1, 1))
+    descriptor = workers.lock(own)
+    made = Workers(None)
+    assert not left.exists() and own.exists() and other.exists() and made.directory.exists()
+    os.close(descriptor)
+    os.utime(made.directory, (1, 1))
+    workers.sweep()
+    assert made.directory.exists() and not own.exists()
+    made.forget_directory()
+    assert [p.name for p in tmp_path.iterdir()] == ["isthmus-soak"]
