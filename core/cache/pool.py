@@ -8,7 +8,7 @@ Order of reuse: the free list is a stack. What came back last goes out first, an
 request that ends the partial page first, then full ones that never were cached, tails before heads. Cached pages are
 not on the list: they are evicted once it is empty, tails before heads too.
 
-Memory: 16 bytes a page. Every call is a fixed number of numpy operations, whatever the number of pages.
+Memory: 20 bytes a page. Every call is a fixed number of numpy operations, whatever the number of pages.
 """
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class PagePool:
     def _all_free(self, total: int) -> None:
         self.total, self._top, self.quarantined = total, total - 1, 0
         self.owner = np.full(total, FREE, np.int32)
-        self._free = np.arange(total - 1, 0, -1, dtype=np.int32)
+        self._free = np.arange(total - 1, 0, -1)
 
     @property
     def free(self) -> int:
@@ -76,8 +76,8 @@ class PagePool:
         top = self._top
         if count > top:
             return None
-        pages = self._free[top - count:top][::-1].copy()
-        at = pages.astype(np.intp)
+        at = self._free[top - count:top][::-1]
+        pages = at.astype(np.int32)
         self._top = top - count
         if np.count_nonzero(self.owner.take(at)):  # FREE is 0
             return self._alloc_again(pages, owner)
