@@ -94,7 +94,8 @@ class EngineCore:
         self._next_look, self._given_back, self._blind = 0.0, 0, False
         self._steps: dict[Bucket | None, Step] = {}
         self._flight: tuple[Plan, Out] | None = None
-        self.cache = CacheManager(sizes.pages, sizes.page_size, config.cache.eviction_policy, config.cache.prefix_cache)
+        self.cache = CacheManager(sizes.pages, sizes.page_size, config.cache.eviction_policy, config.cache.prefix_cache,
+                                  pin_share=config.cache.pin_share)
         self.scheduler = Scheduler(_limits(config, loaded), self.cache, config.scheduler.schedule_policy)
         self.steps, self.times = 0, StepTimes()
         self.info = _info(config, loaded, time.monotonic() - began)
@@ -156,14 +157,16 @@ class EngineCore:
                     "computed anew", free / 2**20, total / 2**20, self._manifest.name, had - left, had)
         return outputs
 
-    def command(self, name: str) -> dict[str, Any]:
-        """Administrative calls: "stats", "flush_cache", "ping", "verify". Raises ValueError for another name."""
-        self.recorder.commanded(name)
+    def command(self, name: str, **arguments: Any) -> dict[str, Any]:
+        """Administrative calls: "stats", "flush_cache", "ping", "verify", "pin" (session, ttl), "unpin" (session). Raises
+        ValueError for another name, `RequestError` for what cannot be pinned."""
+        self.recorder.commanded(name, arguments)
         commands = {"stats": self.stats, "verify": self._verify, "ping": self._ping,
-                    "flush_cache": lambda: {"flushed_pages": self.cache.flush()}}
+                    "flush_cache": lambda: {"flushed_pages": self.cache.flush()}, "pin": self._pin,
+                    "unpin": lambda session: {"unpinned": self.cache.pins.unpin(session)}}
         if name not in commands:
             raise ValueError(f"unknown command {name!r}; there are: {', '.join(sorted(commands))}")
-        answer = commands[name]()
+        answer = commands[name](**arguments)
         self._publish()
         return answer
 
@@ -283,6 +286,10 @@ class EngineCore:
             self.relieve()
         return {"steps": self.steps, "busy": self.has_work}
 
+    def _pin(self, session: str, ttl: float) -> dict[str, Any]:
+        pin = self.cache.pin(session, ttl, self.recorder.now())
+        return {"pages": pin.pages, "tokens": pin.pages * self._page_size, "expires_in": ttl}
+
     def _free_memory(self) -> tuple[float, float]:
         """(total, free) bytes on the device; as if all were free while the platform cannot say, which it logs once."""
         try:
@@ -312,6 +319,7 @@ class EngineCore:
                 "pages_used": pool.capacity - pool.free - tree.evictable, "pages_quarantined": pool.quarantined,
                 "pages_given_back": self._given_back, "ownership_violations": pool.violations,
                 "evicted_pages": self.cache.evicted_pages, "page_size": self._page_size,
+                "pins": len(self.cache.pins), "pages_pinned": self.cache.pins.pages,
                 "kv_event_batches": self._publisher.sequence if self._publisher is not None else 0}
 
 

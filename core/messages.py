@@ -92,14 +92,15 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
 
 
 class Command(msgspec.Struct, frozen=True, tag=True):
-    """An administrative call, answered by `Reply` with the same `token`. name: "flush_cache", "stats" or "ping"."""
+    """An administrative call, answered by `Reply` with the same `token`. name: as `EngineCore.command` takes it."""
 
     token: str
     name: str
+    arguments: dict[str, str | float] = {}
 
 
 class Reply(msgspec.Struct, frozen=True, tag=True):
-    """The answer to a `Command`: `data` is JSON bytes."""
+    """The answer to a `Command`: `data` is JSON bytes; where it is refused "error" and the fields of `RequestError`."""
 
     token: str
     ok: bool

@@ -15,6 +15,7 @@ import numpy as np
 from ..messages import CacheHint
 from .eviction import Use
 from .node import ID_BYTES, Node
+from .pins import Pin, Pins
 from .pool import TREE, PagePool
 from .radix import RadixTree
 
@@ -22,9 +23,12 @@ from .radix import RadixTree
 class CacheManager:
     """Pool and tree as one. `enabled` False keeps the tree empty: every prompt is computed."""
 
-    def __init__(self, pages: int, page_size: int, policy: str = "lru", enabled: bool = True, strict: bool = False):
+    def __init__(self, pages: int, page_size: int, policy: str = "lru", enabled: bool = True, strict: bool = False,
+                 pin_share: float = 0.25):
         self.pool = PagePool(pages, strict)
         self.tree = RadixTree(page_size, policy, self.pool.capacity)
+        self.pins = Pins(self.tree.policy, pin_share)
+        self.tree.pop = self.pins.pop
         self.page_size, self.enabled = page_size, enabled
         self.evicted_pages = 0
         self.now = 0.0  # seconds; the cache has no other clock
@@ -33,6 +37,7 @@ class CacheManager:
         """It is `now`: called before each step."""
         self.now = now
         self.tree.policy.tick(now)
+        self.pins.tick(now)
 
     @property
     def available(self) -> int:
@@ -116,12 +121,20 @@ class CacheManager:
         self.pool.transfer(row[shared + found:full], owner, TREE)
         return full, node
 
-    def release(self, row: np.ndarray, shared: int, owner: int, node: Node, use: Use | None = None) -> None:
+    def release(self, row: np.ndarray, shared: int, owner: int, node: Node, use: Use | None = None,
+                hint: CacheHint | None = None) -> None:
         """A request ends: its own pages go back, its prefix is unlocked and stays cached while memory lasts."""
+        if hint is not None and hint.session:
+            self.pins.ended(hint.session, node, hint.ends, self.now)
         if use is not None:
             self.tree.policy.end(node, use)
         self.pool.release(row[shared:], owner)
         self.tree.unlock(node)
+
+    def pin(self, session: str, ttl: float, now: float) -> Pin:
+        """Keep what a session has left in the cache for `ttl` seconds; see `core.cache.pins`."""
+        self.pins.tick(now)
+        return self.pins.pin(session, ttl, now)
 
     def flush(self) -> int:
         """Drop every cached page that no running request uses; how many."""

@@ -24,6 +24,7 @@ class RadixTree:
     def __init__(self, page_size: int, policy: str = "lru", capacity: int = 65536):
         self.page_size, self.page_bytes = page_size, page_size * ID_BYTES
         self.policy: EvictionPolicy = EVICTION.create(policy, capacity)
+        self.pop = self.policy.pop
         self._watch = self.policy.watches
         self._roots: dict[bytes, Node] = {}
         self.listener: CacheListener | None = None
@@ -175,7 +176,7 @@ class RadixTree:
 
     def evict(self, count: int) -> np.ndarray:
         """Drop up to `count` pages, tail pages of the least valuable unlocked leaves first: their numbers, int32."""
-        freed, need, pop = [], count, self.policy.pop
+        freed, need, pop = [], count, self.pop
         while need > 0 and (node := pop()) is not None:
             keep = max(0, node.size - need)
             if self._watch:

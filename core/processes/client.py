@@ -109,14 +109,15 @@ class EngineClient(ABC):
         if id in self._names and self._state == "ready":
             self._send(Abort((self._names[id],)))
 
-    async def command(self, name: str, timeout: float = 60.0) -> dict[str, Any]:
-        """The engine's answer to an administrative call. `IsthmusError` if it refuses, `EngineDead` if it is gone."""
+    async def command(self, name: str, timeout: float = 60.0, **arguments: str | float) -> dict[str, Any]:
+        """The engine's answer to an administrative call. `IsthmusError` or `RequestError` if it refuses, `EngineDead` if
+        it is gone."""
         if self._state != "ready":
             raise self.dead()
         token = f"{name}-{next(self._serial)}"
         future = self._commands[token] = asyncio.get_running_loop().create_future()
         try:
-            self._send(Command(token, name))
+            self._send(Command(token, name, arguments))
             return await asyncio.wait_for(future, timeout)
         except TimeoutError:
             raise EngineDead(f"the engine did not answer {name!r} within {timeout:g} s") from None
@@ -220,7 +221,9 @@ class EngineClient(ABC):
         if reply.ok:
             future.set_result(data)
         else:
-            future.set_exception(IsthmusError(data["error"]))
+            message, status = data["error"], data.get("status")
+            future.set_exception(IsthmusError(message) if status is None else RequestError(
+                message, status=status, code=data["code"], param=data["param"]))
 
     def _serve(self) -> None:
         if self._state == "loading":

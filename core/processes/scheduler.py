@@ -60,11 +60,14 @@ class SchedulerState:
 
     def _command(self, command: Command) -> Reply:
         try:
-            return Reply(command.token, True, msgspec.json.encode(self.engine.command(command.name)))
+            return Reply(command.token, True, msgspec.json.encode(self.engine.command(
+                command.name, **command.arguments)))
         except Exception as error:  # an administrative call must not end the engine
             if not isinstance(error, IsthmusError):
                 log.exception("command %s failed", command.name)
-            return Reply(command.token, False, msgspec.json.encode({"error": describe(error)}))
+            known = {"status": error.status, "code": error.code, "param": error.param} if isinstance(
+                error, RequestError) else {}
+            return Reply(command.token, False, msgspec.json.encode({"error": describe(error), **known}))
 
 
 def _event(message: Any) -> str:

@@ -42,9 +42,10 @@ class Commanded(msgspec.Struct, frozen=True, array_like=True, tag="command"):
     """An administrative call."""
 
     name: str
+    arguments: dict[str, str | float] = {}
 
     def __str__(self) -> str:
-        return f"command {self.name}"
+        return " ".join(["command", self.name, *(f"{name}={value}" for name, value in self.arguments.items())])
 
 
 class Stepped(msgspec.Struct, frozen=True, array_like=True, tag="step"):

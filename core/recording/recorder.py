@@ -73,8 +73,8 @@ class Recorder:
     def aborted(self, ids: tuple[str, ...], reason: str) -> None:
         self._called(entry := Aborted(ids, reason), entry)
 
-    def commanded(self, name: str) -> None:
-        self._called(entry := Commanded(name), entry)
+    def commanded(self, name: str, arguments: dict[str, Any]) -> None:
+        self._called(entry := Commanded(name, arguments), entry)
 
     def stepped(self) -> None:
         self._called(_STEP, _STEP)

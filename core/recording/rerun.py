@@ -92,8 +92,8 @@ class Script:
     def aborted(self, ids: tuple[str, ...], reason: str) -> None:
         self._same(Aborted(ids, reason))
 
-    def commanded(self, name: str) -> None:
-        self._same(Commanded(name))
+    def commanded(self, name: str, arguments: dict[str, Any]) -> None:
+        self._same(Commanded(name, arguments))
 
     def stepped(self) -> None:
         self._same(Stepped())
@@ -242,7 +242,7 @@ class Rerun:
             elif isinstance(call, Aborted):
                 self.engine.abort(call.ids, call.reason)
             elif isinstance(call, Commanded):
-                self.engine.command(call.name)
+                self.engine.command(call.name, **call.arguments)
         except Exception:  # it was refused when it was recorded too, else the next entry differs
             pass
 

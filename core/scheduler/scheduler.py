@@ -479,7 +479,7 @@ class Scheduler:
         self._policy.charge(request.tenant, 0, int(table.known[slot] - table.charged[slot]))
         self._commit(request, int(min(table.computed[slot], table.known[slot])))
         row = table.pages[slot, :table.page_count[slot]].copy()
-        self.cache.release(row, int(table.tree_pages[slot]), slot, request.node, request.use)
+        self.cache.release(row, int(table.tree_pages[slot]), slot, request.node, request.use, request.hint)
         del self._running[slot]
         table.give_back(slot)
         request.slot, request.node = 0, None

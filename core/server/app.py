@@ -14,7 +14,7 @@ from starlette.routing import Route
 
 from ..config import Config
 from ..errors import RequestError
-from . import admin, native
+from . import admin, native, sessions
 from .chat import chat_completions
 from .completions import completions
 from .context import Server
@@ -32,6 +32,8 @@ ROUTES: tuple[tuple[str, str, Handler], ...] = (
     ("POST", "/v1/completions", completions),
     ("GET", "/v1/models", admin.models),
     ("GET", "/v1/models/{id:path}", admin.model),
+    ("POST", "/v1/sessions/{id:path}/pin", sessions.pin),
+    ("DELETE", "/v1/sessions/{id:path}/pin", sessions.unpin),
     ("POST", "/generate", native.generate),
     ("POST", "/tokenize", native.tokenize),
     ("POST", "/v1/tokenize", native.tokenize),

@@ -27,6 +27,7 @@ MAX_TEMPLATE_KWARGS = 32   # chat_template_kwargs of a request
 MAX_TEXT = 1024            # characters of a short free text: cache_salt, rid, a template argument
 MAX_SESSION = 256          # characters of a session_id
 MAX_NEXT_WITHIN = 7 * 86400  # seconds until the next request of a session
+MAX_PIN = 3600             # seconds that a session may be pinned
 MAX_TTFT = 3600            # seconds in which a first token may be wanted
 MAX_TOKENIZE = 2**20       # characters of a text for /tokenize
 

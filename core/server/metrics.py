@@ -46,6 +46,8 @@ ENGINE = (
     ("pages_given_back", "counter", "kv_pages_given_back", None, "Pages of K and V given back for want of memory"),
     ("ownership_violations", "counter", "kv_ownership_violations", None, "Errors in the ownership of pages"),
     ("steps", "counter", "steps", None, "Forward passes"),
+    ("pins", "gauge", "kv_pins", None, "Sessions whose cached pages are pinned"),
+    ("pages_pinned", "gauge", "kv_pages_pinned", None, "Pages that pins keep"),
     ("kv_event_batches", "counter", "kv_event_batches", None, "Batches of cache events published"),
     ("step_age", "gauge", "step_age_seconds", None, "Since a step finished; 0 while the engine has nothing to do"),
     ("restarts", "counter", "engine_restarts", None, "Times that an engine that had died was started anew"),

@@ -25,6 +25,7 @@ from .errors import validation_error
 from .limits import (
     MAX_BIAS,
     MAX_NEXT_WITHIN,
+    MAX_PIN,
     MAX_SESSION,
     MAX_STOP_CHARS,
     MAX_STOP_IDS,
@@ -215,6 +216,12 @@ class GenerateRequest(TermFields):
     logprob_start_len: int | None = Field(None, ge=-1)
     top_logprobs_num: int | None = Field(None, ge=0, le=20)
     rid: ShortText | None = Field(None, min_length=1)
+
+
+class PinRequest(Body):
+    """`POST /v1/sessions/{id}/pin`. ttl: seconds, counted anew with every request of the session."""
+
+    ttl: float = Field(gt=0, le=MAX_PIN)
 
 
 class TokenizeRequest(Body):

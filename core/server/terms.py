@@ -89,18 +89,20 @@ def terms(asked: TermFields, caller: Caller, isolate: bool = False) -> Terms:
 def _hint(asked: TermFields, session: str, tenant: str) -> CacheHint | None:
     hint = asked.cache_hint
     if hint is None:
-        return CacheHint(_own(session, tenant)) if session else None
+        return CacheHint(session_name(session, tenant)) if session else None
     if hint.end_of_session and not session:
         raise _contradiction("end_of_session", "needs a session_id")
     if hint.end_of_session and hint.next_within:
         raise _contradiction("next_within", "contradicts end_of_session: nothing follows the last request")
     if hint.single_shot and (session or hint.next_within):
         raise _contradiction("single_shot", "contradicts session_id and next_within: nothing follows such a request")
-    made = CacheHint(_own(session, tenant), bool(hint.end_of_session), hint.next_within or 0.0, bool(hint.single_shot))
+    made = CacheHint(session_name(session, tenant), bool(hint.end_of_session), hint.next_within or 0.0,
+                     bool(hint.single_shot))
     return None if made == CacheHint() else made
 
 
-def _own(session: str, tenant: str) -> str:
+def session_name(session: str, tenant: str) -> str:
+    """What the engine calls a tenant's session."""
     return f"{tenant}/{session}" if tenant and session else session
 
 
