@@ -90,7 +90,9 @@ class Kernels:
         return moe.act_mul(gate, up, kind)
 
     def moe(self, x: torch.Tensor, logits: torch.Tensor, w13: Experts, w2: Experts, spec: MoESpec,
-            bias: torch.Tensor | None) -> torch.Tensor:
+            bias: torch.Tensor | None, live: torch.Tensor | None = None) -> torch.Tensor:
+        """live: bool [T], the tokens that are a row's; what comes of the others is read by nobody, and a kernel need
+        not compute it."""
         return moe.moe(x, logits, w13, w2, spec, bias)
 
     def sampling_arrays(self, sampling: Sampling, targets: np.ndarray) -> dict[str, np.ndarray]:

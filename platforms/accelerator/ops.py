@@ -79,6 +79,7 @@ class Ops:
         self.state, self.batch, self.view, self.kernels = state, batch, view, kernels
         self.need, self.reduce, self.pieces = need, reduce, pieces
         self.angles: dict[RopeSpec, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.live: torch.Tensor | None = None
 
     def embed(self, ids: torch.Tensor, weight: Dense | Groups) -> torch.Tensor:
         return weight.rows(ids)
@@ -116,7 +117,9 @@ class Ops:
 
     def moe(self, x: torch.Tensor, router_logits: torch.Tensor, w13: Experts, w2: Experts, spec: MoESpec,
             bias: Vector | None = None) -> torch.Tensor:
-        return self.kernels.moe(x, router_logits, w13, w2, spec, None if bias is None else bias.values)
+        if self.live is None:  # a token without a row writes to page 0, which is nobody's
+            self.live = self.batch.slots >= self.view.page_size
+        return self.kernels.moe(x, router_logits, w13, w2, spec, None if bias is None else bias.values, self.live)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         return x if self.reduce is None else self.reduce(x)

@@ -87,5 +87,5 @@ class NpuKernels(Kernels):
         return moe.act_mul(gate, up, kind)
 
     def moe(self, x: torch.Tensor, logits: torch.Tensor, w13: Experts, w2: Experts, spec: MoESpec,
-            bias: torch.Tensor | None) -> torch.Tensor:
+            bias: torch.Tensor | None, live: torch.Tensor | None = None) -> torch.Tensor:
         return moe.moe(x, logits, w13, w2, spec, bias)

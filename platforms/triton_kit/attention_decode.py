@@ -31,7 +31,7 @@ def decode_attention(
     q: torch.Tensor, kv: PagedKV, pages: torch.Tensor, lengths: torch.Tensor, *, scale: float, tile: Tile,
     splits: int = 1, queries: int = 1, window: int | None = None, softcap: float | None = None,
     sinks: torch.Tensor | None = None, tree: torch.Tensor | None = None, positions: torch.Tensor | None = None,
-    with_lse: bool = False,
+    with_lse: bool = False, out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """q [rows * queries, heads, d] -> (out [rows * queries, heads, dv] in q's dtype, lse [.., heads] f32 or None).
 
@@ -41,7 +41,7 @@ def decode_attention(
     scale, window, softcap: as in `AttentionSpec`.  sinks [heads]: logits that only add to the denominator.
     splits: from `plan_splits`.  tile: from `tiles.decode_tile`.
     tree [tokens] int64: bit j of a token's word = it sees the row's token j of this step; 0 = causal. With it
-    positions [tokens] int32. Raises ValueError for what does not fit.
+    positions [tokens] int32. out: where the result goes, else a new tensor. Raises ValueError for what does not fit.
     Sources: Dao et al. 2023 (Flash-Decoding), Kwon et al. 2023 (PagedAttention), Xiao et al. 2024 (sinks).
     """
     check_attention(q, kv, pages, lengths)
@@ -51,7 +51,7 @@ def decode_attention(
     if packed < 1:
         raise ValueError(f"{queries} tokens a row do not fit into a tile of {tile.rows} rows: use ragged_attention")
     return run(q, kv, pages, lengths, None, None, lengths.shape[0], min(q.shape[1] // kv.kv_heads, packed), queries,
-               scale, tile, splits, window, softcap, sinks, tree, positions, with_lse)
+               scale, tile, splits, window, softcap, sinks, tree, positions, with_lse, out)
 
 
 CASES = (  # head dim, group, page size, q, kv, format, with splits

@@ -21,13 +21,17 @@ def run(
     q: torch.Tensor, kv: PagedKV, pages: torch.Tensor, lengths: torch.Tensor, starts: torch.Tensor | None,
     tiles: torch.Tensor | None, programs: int, packed: int, queries: int, scale: float, tile: Tile, splits: int,
     window: int | None, softcap: float | None, sinks: torch.Tensor | None, tree: torch.Tensor | None,
-    positions: torch.Tensor | None, with_lse: bool,
+    positions: torch.Tensor | None, with_lse: bool, out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Launch the kernel of decode and ragged attention and, with splits, the merge."""
     check_tree(tree, positions, q.shape[0])
     tokens, heads, width = q.shape
     v_width = kv.v.shape[3]
-    out = torch.empty((tokens, heads, v_width), dtype=q.dtype, device=q.device)
+    shape = (tokens, heads, v_width)
+    if out is None:
+        out = torch.empty(shape, dtype=q.dtype, device=q.device)
+    elif out.shape != shape or out.dtype != q.dtype or not out.is_contiguous():
+        raise ValueError(f"out must be contiguous {q.dtype} {shape}, not {out.dtype} {tuple(out.shape)}")
     lse = torch.empty((tokens, heads), dtype=torch.float32, device=q.device) if with_lse else None
     part, part_lse = out, lse
     if splits > 1:

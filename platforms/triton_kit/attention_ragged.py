@@ -20,13 +20,15 @@ def tile_count(tokens: int, rows: int, tokens_each: int) -> int:
     return min(tokens, tokens // tokens_each + rows + 1)
 
 
-def plan_tiles(starts: np.ndarray, lengths: np.ndarray, tokens: int, tokens_each: int) -> np.ndarray:
+def plan_tiles(starts: np.ndarray, lengths: np.ndarray, tokens: int, tokens_each: int, skipped: int = 0) -> np.ndarray:
     """The work list of `ragged_attention`, made on the host: [tile_count, 2] int32 of (row, first token).
 
     starts [B + 1], lengths [B]: the batch's, on the host.  tokens: T, padding included. Longest walks first, so that
     no long one is left for the end; tokens that no row owns come as row -1, unused entries as (-1, tokens).
+    skipped: so many rows at the front are not in it, since others attend for them.
     """
     counts = np.append(np.diff(starts), tokens - starts[-1])
+    counts[:skipped] = 0
     tiles = -(-counts // tokens_each)
     rows = np.repeat(np.arange(len(counts)), tiles)
     nth = np.arange(len(rows)) - np.repeat(np.cumsum(tiles) - tiles, tiles)
@@ -44,7 +46,7 @@ def ragged_attention(
     q: torch.Tensor, kv: PagedKV, pages: torch.Tensor, lengths: torch.Tensor, starts: torch.Tensor,
     tiles: torch.Tensor, *, scale: float, tile: Tile, splits: int = 1, window: int | None = None,
     softcap: float | None = None, sinks: torch.Tensor | None = None, tree: torch.Tensor | None = None,
-    positions: torch.Tensor | None = None, with_lse: bool = False,
+    positions: torch.Tensor | None = None, with_lse: bool = False, out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """q [T, heads, d] -> (out [T, heads, dv] in q's dtype, lse [T, heads] f32 or None).
 
@@ -53,7 +55,8 @@ def ragged_attention(
     tiles: `plan_tiles(starts, lengths, T, tokens_per_tile(tile, heads, kv_heads))` on the device. Tokens that no row
     owns, and rows of length 0, give zeros and lse -inf (or the sink). With splits > 1 long contexts are shared (decode
     rows among prompts). The rest, tree and positions included, is as in `decode_attention`; tree words other than 0
-    are for rows of at most 64 tokens. Raises ValueError for what does not fit.
+    are for rows of at most 64 tokens. out: where the result goes, else a new tensor; tokens that no tile has are left
+    as they are. Raises ValueError for what does not fit.
     Sources: Dao 2023 (FlashAttention-2), Kwon et al. 2023 (PagedAttention).
     """
     check_attention(q, kv, pages, lengths)
@@ -65,7 +68,7 @@ def ragged_attention(
         raise ValueError(f"tiles must be plan_tiles' for {each} tokens a tile: contiguous int32 {expected}, "
                          f"not {tiles.dtype} {tuple(tiles.shape)}")
     return run(q, kv, pages, lengths, starts, tiles, tiles.shape[0], min(q.shape[1] // kv.kv_heads, tile.rows), 0,
-               scale, tile, splits, window, softcap, sinks, tree, positions, with_lse)
+               scale, tile, splits, window, softcap, sinks, tree, positions, with_lse, out)
 
 
 CASES = (  # head dim, group, page size, q, kv, format

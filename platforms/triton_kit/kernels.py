@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from ...core.platform import AttentionSpec, Bucket, MoESpec, RawTensor, RopeSpec, Sampling, WeightSpec
+from ...core.platform import AttentionSpec, Batch, Bucket, MoESpec, RawTensor, RopeSpec, Sampling, WeightSpec
 from ..accelerator.attention import Backend, Composed, View
 from ..accelerator.cache import LayerCache
 from ..accelerator.device import Device
@@ -21,9 +21,14 @@ from .weights import KEPT, Kept, Policy, load_weight
 
 
 class Attention:
-    """Decode with split contexts and ragged prefill over the pages as they lie."""
+    """Decode with split contexts and ragged prefill over the pages as they lie.
+
+    long: tokens of a context from which a row of one token among prompts is worth two launches of its own. In a
+    prompt's tile one program would walk over all of it.
+    """
 
     name = "Triton kernels over pages"
+    long = 1024
 
     def __init__(self, device: Device) -> None:
         self.family, self.processors = device.arch, max(1, device.processors)
@@ -45,7 +50,13 @@ class Attention:
 
     def plan(self, view: View, name: str) -> np.ndarray:
         host, each = view.host, int(name.removeprefix("tiles."))
-        return attention_ragged.plan_tiles(host.starts, host.lengths, len(host.tokens), each)
+        return attention_ragged.plan_tiles(host.starts, host.lengths, len(host.tokens), each, self.alone(host))
+
+    def alone(self, host: Batch) -> int:
+        """How many rows at the front of a mixed batch are attended as in a decode step: those of one token, if one of
+        them is long. Mixed batches are in no graph, so the host's numbers may decide."""
+        single = int(np.argmin(np.append(np.diff(host.starts) == 1, False)))
+        return single if host.lengths[:single].max(initial=0) > self.long else 0
 
     def whole(self, bucket: Bucket, page_size: int) -> str | None:
         return None
@@ -55,20 +66,29 @@ class Attention:
 
     def attend(self, q: torch.Tensor, cache: LayerCache, view: View, spec: AttentionSpec) -> torch.Tensor:
         pages, lengths = view.fed["pages"], view.fed["lengths"]
-        case = {"scale": spec.scale, "window": spec.window, "softcap": spec.softcap}
-        if not view.decode:
-            (name,) = self.wants(q, cache, view)
-            return attention_ragged.ragged_attention(q, self.paged(cache), pages, lengths, view.fed["starts"],
-                                                     view.fed[name], tile=self.ragged_tile(q, cache), **case)[0]
-        rows, kv_heads = len(lengths), cache.kv_heads
+        rows, tokens = len(lengths), len(q)
+        if view.decode:
+            out = self._decode(q[:rows], cache, pages[:tokens], lengths[:tokens], view.page_size, spec)
+            return out if rows >= tokens else F.pad(out, (0, 0, 0, 0, 0, tokens - rows))
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        if alone := self.alone(view.host):
+            used = -(-int(view.host.lengths[:alone].max()) // view.page_size)
+            self._decode(q[:alone], cache, pages[:alone, :used], lengths[:alone], view.page_size, spec, out[:alone])
+        (name,) = self.wants(q, cache, view)
+        attention_ragged.ragged_attention(
+            q, self.paged(cache), pages, lengths, view.fed["starts"], view.fed[name], tile=self.ragged_tile(q, cache),
+            scale=spec.scale, window=spec.window, softcap=spec.softcap, out=out)
+        return out
+
+    def _decode(self, q: torch.Tensor, cache: LayerCache, pages: torch.Tensor, lengths: torch.Tensor, page_size: int,
+                spec: AttentionSpec, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Rows of one token each; contexts are shared as far as the table's width makes it worth it."""
+        kv_heads = cache.kv_heads
         tile = decode_tile(self.family, q.shape[1] // kv_heads, 1, q.shape[2], cache.kv.element_size())
-        splits = attention_decode.plan_splits(rows, kv_heads, pages.shape[1], view.page_size, self.processors)
-        tokens, q = len(q), q[:rows]
-        if len(q) < rows:  # fewer tokens than rows: the last rows are padding
-            pages, lengths = pages[:len(q)], lengths[:len(q)]
-        out, _ = attention_decode.decode_attention(q, self.paged(cache), pages, lengths, tile=tile, splits=splits,
-                                                   **case)
-        return out if len(out) == tokens else F.pad(out, (0, 0, 0, 0, 0, tokens - len(out)))
+        splits = attention_decode.plan_splits(len(q), kv_heads, pages.shape[1], page_size, self.processors)
+        return attention_decode.decode_attention(
+            q, self.paged(cache), pages, lengths, tile=tile, splits=splits, scale=spec.scale, window=spec.window,
+            softcap=spec.softcap, out=out)[0]
 
 
 class TritonKernels(Kernels):
@@ -111,8 +131,9 @@ class TritonKernels(Kernels):
         return activation.act_mul(gate, up, kind)
 
     def moe(self, x: torch.Tensor, logits: torch.Tensor, w13: Experts, w2: Experts, spec: MoESpec,
-            bias: torch.Tensor | None) -> torch.Tensor:
-        return moe_gemm.moe(x, logits, w13.weight.matrix, w2.weight.matrix, spec, bias, family=self.device.arch)
+            bias: torch.Tensor | None, live: torch.Tensor | None = None) -> torch.Tensor:
+        return moe_gemm.moe(x, logits, w13.weight.matrix, w2.weight.matrix, spec, bias, family=self.device.arch,
+                            live=live)
 
     def sampling_arrays(self, sampling_: Sampling, targets: np.ndarray) -> dict[str, np.ndarray]:
         return sampling.host_arrays(sampling_, len(targets)) | {"targets": targets}

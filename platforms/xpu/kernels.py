@@ -139,11 +139,11 @@ class XpuKernels(Kernels):
         return out
 
     def moe(self, x: torch.Tensor, logits: torch.Tensor, w13: Experts, w2: Experts, spec: MoESpec,
-            bias: torch.Tensor | None) -> torch.Tensor:
+            bias: torch.Tensor | None, live: torch.Tensor | None = None) -> torch.Tensor:
         if not (isinstance(w13.weight, Grouped) and isinstance(w2.weight, Grouped)):
-            return self.rest.moe(x, logits, w13, w2, spec, bias)
+            return self.rest.moe(x, logits, w13, w2, spec, bias, live)
         if reason_against(spec) is not None:
-            return Kernels.moe(self, x, logits, w13, w2, spec, bias)
+            return Kernels.moe(self, x, logits, w13, w2, spec, bias, live)
         return self.products.moe(x, logits, w13.weight.values, w2.weight.values, spec, bias)
 
     def sampling_arrays(self, sampling: Sampling, targets: np.ndarray) -> dict[str, np.ndarray]:

@@ -6,12 +6,14 @@ from collections.abc import Callable
 import torch
 from isthmus.core.platform import Buckets
 from isthmus.platforms.accelerator.device import Device
+from isthmus.platforms.accelerator.kernels import Kernels
 from isthmus.platforms.host import host_memory
 
 from .recorder import RecordedGraph
 
 SIZES = (1, 2, 4, 8, 16, 64)
 PROCESSORS = 4  # that kernels share their work among
+LONG = 12       # tokens of a context from which decode rows among prompts are attended by themselves
 
 
 class HostDevice(Device):
@@ -33,6 +35,13 @@ class Emulated:
     def claim(self, rank: int, world: int) -> Device:
         torch.set_num_threads(1)  # tiny shapes: a second thread costs more than it gives, the more beside other tests
         return HostDevice(torch.device("cpu"), f"{self.name} emulated on the CPU", self.arch_name, PROCESSORS)
+
+    def kernels(self, device: Device) -> Kernels:
+        made = super().kernels(device)
+        for backend in made.backends:
+            if hasattr(backend, "long"):  # contexts of tests are short
+                backend.long = LONG
+        return made
 
     def graphs(self, device: Device) -> Callable[[], RecordedGraph]:
         return RecordedGraph

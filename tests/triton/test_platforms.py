@@ -15,6 +15,7 @@ from isthmus.core.config import CacheSettings, Config, ModelSettings
 from isthmus.core.discovery import load_platform
 from isthmus.core.engine import EngineCore
 from isthmus.core.messages import SamplingParams, Submit, pack_ids
+from isthmus.platforms.triton_kit import moe_gemm
 
 from ..checkpoints import tiny_llama_gguf, write_safetensors
 from ..emulation.cuda.platform import Platform as Cuda
@@ -91,3 +92,18 @@ def test_an_engine_gives_the_text_of_cpu(tmp_path):
         engine.close()
         texts[name] = found
     assert texts["cuda"] == texts["cpu"]
+
+
+def test_padding_tokens_of_a_bucket_reach_no_expert(tmp_path, monkeypatch):
+    folder, _ = written(tmp_path, "fp8", "qwen3_moe")
+    made, seen, route = runner(Cuda, folder, "f32"), [], moe_gemm.route
+
+    def spy(logits, spec, bias=None, live=None):
+        ids, weights = route(logits, spec, bias, live)
+        seen.append((len(ids), int((ids >= 0).any(1).sum())))
+        return ids, weights
+
+    monkeypatch.setattr(moe_gemm, "route", spy)
+    made.logits((1, TOKENS))
+    assert seen and all(size > living for size, living in seen)
+    assert {living for _, living in seen} == {len(TOKENS)}
