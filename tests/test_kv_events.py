@@ -1,6 +1,7 @@
 """The stream of cache events: its wire format, gaps and replay, and that it always adds up to what is cached."""
 from __future__ import annotations
 
+import json
 import time
 from dataclasses import replace
 from typing import Any
@@ -22,9 +23,12 @@ from isthmus.core.errors import ConfigError
 from isthmus.core.scheduler.request import cache_domain
 
 from .cache_machine import CacheMachine
+from .checkpoints import tiny_llama_gguf
 from .effort import SOON
+from .test_cli_serve import Serving
 from .test_engine import engine, run, submit  # noqa: F401
 
+COST = 15  # seconds
 PAGE = 4
 
 
@@ -373,6 +377,27 @@ def test_a_publisher_frees_its_addresses(addresses):
         publisher.close()
         publisher.close()
         assert not publisher._thread.is_alive()
+
+
+@pytest.mark.parametrize("words", ([], ["--in-process"]))
+def test_a_server_streams_what_its_requests_leave(addresses, tmp_path, words):
+    model = str(tiny_llama_gguf(tmp_path / "tiny.gguf"))
+    flags = ["--kv-events", addresses[0], "--kv-events-replay", addresses[1], "--kv-events-topic", "kv@here@tiny"]
+    with Serving(model, *words, *flags, temporary=tmp_path) as server, Subscriber(*addresses) as subscriber:
+        def ask(method, path, body=None):
+            return json.loads(server.ask(method, path, body).read())
+        prompt = "the quick brown fox jumps over the lazy dog " * 3
+        for salt in (None, "private"):
+            ask("POST", "/v1/completions", {"prompt": prompt, "max_tokens": 20, "cache_salt": salt, "ignore_eos": True})
+        for _, payload in subscriber.replayed(0):
+            subscriber.apply(payload)
+        stats = ask("GET", "/server_info")["stats"]
+        assert len(subscriber.blocks) == stats["pages_cached"] > 0 and stats["kv_event_batches"] > 1
+        ask("POST", "/flush_cache")
+        subscriber.next = stats["kv_event_batches"]
+        for _, payload in subscriber.replayed(subscriber.next):
+            subscriber.apply(payload)
+        assert not subscriber.blocks
 
 
 def test_replay_without_events_is_refused():
