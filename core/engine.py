@@ -34,6 +34,7 @@ from .tracing import traced_forward
 log = logging.getLogger(__name__)
 
 LOOK, LOOK_AGAIN = 1.0, 15.0  # seconds between looks at the device's memory; after K and V gave way
+AUDIT = 60.0                  # seconds between two proofs of the ledger of an idle engine
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,7 @@ class EngineCore:
         self._state_spec = sizes.state
         self._state = self._platform.alloc(sizes.state, sizes.pages)
         self._next_look, self._given_back, self._blind = 0.0, 0, False
+        self._next_audit, self._worth_telling = 0.0, 1
         self._steps: dict[Bucket | None, Step] = {}
         self._flight: tuple[Plan, Out] | None = None
         self.cache = CacheManager(sizes.pages, sizes.page_size, config.cache.eviction_policy, config.cache.prefix_cache,
@@ -128,6 +130,7 @@ class EngineCore:
         outputs = self.relieve() or self._advance()
         self._publish()
         self.times.enter(None)
+        self._tell_violations()
         if debug_level() >= 3:
             self.scheduler.verify()
         return outputs
@@ -284,11 +287,32 @@ class EngineCore:
     def _ping(self) -> dict[str, Any]:
         if not self.has_work:  # else `step` looks
             self.relieve()
+            self._audit()
         return {"steps": self.steps, "busy": self.has_work}
 
     def _pin(self, session: str, ttl: float) -> dict[str, Any]:
         pin = self.cache.pin(session, ttl, self.recorder.now())
         return {"pages": pin.pages, "tokens": pin.pages * self._page_size, "expires_in": ttl}
+
+    def _audit(self) -> None:
+        """With nothing to do, prove the ledger now and then: a lost page shows although nobody touches it."""
+        now = self.recorder.now()
+        if now < self._next_audit:
+            return
+        self._next_audit = now + AUDIT
+        try:
+            self.scheduler.verify()
+        except AssertionError as error:
+            self.cache.pool.violations += 1
+            log.error("the ledger of pages is broken: %s", error)
+            self._tell_violations()
+
+    def _tell_violations(self) -> None:
+        """A report for the first one, and whenever there are twice as many."""
+        if self.cache.pool.violations >= self._worth_telling:
+            self._worth_telling = 2 * self.cache.pool.violations
+            log.error("%s", self.report())
+            self.recorder.flush()
 
     def _free_memory(self) -> tuple[float, float]:
         """(total, free) bytes on the device; as if all were free while the platform cannot say, which it logs once."""

@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, resolved: Resolved) -> int:
-    """Serve until a signal, then drain; 0 after an orderly end, 1 when the engine died for good, `HUNG` when it hung."""
+    """Serve until a signal, then drain; 0 after an orderly end, 1 when the engine died for good, `HUNG` if it hung."""
     config = resolved.config
     if config.cache.cache_isolation == "key" and config.server.api_key is None:
         raise ConfigError("--cache-isolation key keeps the holders of different API keys apart, but no key is set: set "

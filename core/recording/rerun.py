@@ -195,7 +195,8 @@ def make_engine(header: Header, script: Script, platform: Any) -> EngineCore:
     loaded = Loaded(platform, header.manifest, header.reason, Path(header.path), model, header.dtype, header.sizes,
                     header.overlap, {}, ())
     config = msgspec.convert(header.config, Config)
-    config = replace(config, cache=replace(config.cache, kv_events=None, kv_events_replay=None))  # nobody follows a rerun
+    # Nobody follows a rerun.
+    config = replace(config, cache=replace(config.cache, kv_events=None, kv_events_replay=None))
     return EngineCore(config, loaded=loaded, recorder=script)
 
 
