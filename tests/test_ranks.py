@@ -2,20 +2,32 @@
 wire."""
 from __future__ import annotations
 
+import asyncio
 import os
+import signal
 import subprocess
 import sys
 
 import numpy as np
+import psutil
 import pytest
-from isthmus.core.config import CacheSettings, Config, ModelSettings, ParallelSettings, PlatformSettings
+from isthmus.core.config import (
+    CacheSettings,
+    Config,
+    ModelSettings,
+    ParallelSettings,
+    PlatformSettings,
+    SchedulerSettings,
+)
 from isthmus.core.engine import EngineCore
 from isthmus.core.errors import EngineDead
 from isthmus.core.messages import SamplingParams, Submit, pack_ids
 from isthmus.core.plan import Batch, Bias, Mask, Penalties, Sampling
 from isthmus.core.processes.ranks import RENDEZVOUS, pack, unpack
+from isthmus.core.processes.three import ProcessClient
 
 from .checkpoints import tiny_llama_gguf
+from .clients import collect
 from .effort import until
 
 COST = 60  # seconds
@@ -26,11 +38,15 @@ def model(tmp_path_factory):
     return tiny_llama_gguf(tmp_path_factory.mktemp("ranks") / "tiny.gguf")
 
 
-def engine(model, ranks: int) -> EngineCore:
-    return EngineCore(Config(model=ModelSettings(model=str(model), dtype="float32"),
-                             platform=PlatformSettings(platform="cpu", platform_option=("threads=1",)),
-                             cache=CacheSettings(kv_cache_memory="4MiB"),
-                             parallel=ParallelSettings(tensor_parallel_size=ranks)))
+def settings(model, ranks: int, **scheduler) -> Config:
+    return Config(model=ModelSettings(model=str(model), dtype="float32"),
+                  platform=PlatformSettings(platform="cpu", platform_option=("threads=1",)),
+                  cache=CacheSettings(kv_cache_memory="4MiB"), scheduler=SchedulerSettings(**scheduler),
+                  parallel=ParallelSettings(tensor_parallel_size=ranks))
+
+
+def engine(model, ranks: int, **scheduler) -> EngineCore:
+    return EngineCore(settings(model, ranks, **scheduler))
 
 
 def texts(made: EngineCore) -> dict[str, list[int]]:
@@ -72,6 +88,61 @@ def test_a_rank_that_ends_is_told_and_nobody_waits_for_it(model):
             made._platform.alloc(made._state_spec, 4)
     finally:
         made.close()
+
+
+stops = pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="processes cannot be stopped here")
+
+
+@stops
+def test_a_rank_that_hangs_is_named_with_what_it_did_and_ended(model):
+    made = engine(model, 2, step_timeout=4.0)
+    try:
+        texts(made)
+        (process,) = made._platform._processes
+        until(lambda: (made._platform._progress.counts[1] == made._platform._sent).all())
+        process.send_signal(signal.SIGSTOP)
+        until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED)
+        with pytest.raises(EngineDead, match=r"rank 1 hung and was ended: a step of \d+ tokens, not begun there, was "
+                                             r"not finished within 3\.\d s \(--step-timeout\)"):
+            texts(made)
+        assert process.wait() == -signal.SIGKILL
+        with pytest.raises(EngineDead, match="rank 1 hung"):
+            made._platform.copy_pages(None, [1], [2])
+    finally:
+        made.close()
+
+
+@stops
+def test_clients_hear_of_a_rank_that_hangs_and_health_fails(model):
+    async def body() -> None:
+        client = ProcessClient(settings(model, 2, step_timeout=6.0, restart=0))
+        await client.start()
+        try:
+            scheduler = psutil.Process(client.pids()["scheduler"])
+            (rank,) = [p for p in scheduler.children() if "isthmus.core.processes.ranks" in p.cmdline()]
+            waiting = asyncio.ensure_future(collect(client, "a", [5, 6, 7], max_tokens=400, ignore_eos=True))
+            await asyncio.sleep(0.1)
+            rank.send_signal(signal.SIGSTOP)
+            with pytest.raises(EngineDead, match="rank 1 hung and was ended: a step of 1 token, "):
+                await waiting
+            ok, reason = client.health()
+            assert not ok and "rank 1 hung" in reason and not client.hung
+            psutil.wait_procs([rank])
+            assert not rank.is_running()
+        finally:
+            await client.close()
+    asyncio.run(body())
+
+
+def test_ranks_that_do_not_come_are_named(tmp_path):
+    code = ("import sys, datetime; from isthmus.platforms import collective as c\n"
+            "c.TIMEOUT = datetime.timedelta(seconds=0.2)\nc.join('gloo', 1, 3)")
+    for found, words in ((None, "rank 0, 2 of 3 did not come within 0:00:00.2"), ("rank 2 exited", "rank 2 exited")):
+        if found:
+            (tmp_path / "failed").write_text(found)
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
+                              env=os.environ | {RENDEZVOUS: str(tmp_path)})
+        assert words in done.stderr
 
 
 def test_ranks_that_do_not_divide_the_model_are_refused(model):

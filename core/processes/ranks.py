@@ -1,7 +1,8 @@
 """Ranks of tensor parallelism in processes of their own. Rank 0 is in the engine's process and serves; the others load
 the same model for themselves and then do, in the same order, what rank 0's platform is told.
 
-They meet, for what they sum, in the folder that the environment variable `RENDEZVOUS` names in every rank.
+They meet, for what they sum, in the folder that the environment variable `RENDEZVOUS` names in every rank. A rank that
+ends is told at once; one that hangs is ended, with its name and what it was doing, before --step-timeout is over.
 """
 from __future__ import annotations
 
@@ -12,8 +13,13 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -24,29 +30,71 @@ from ..errors import EngineDead
 from ..logs import set_up_logging
 from ..plan import Batch, Bias, Mask, Penalties, Sampling
 from ..specs import Bucket, StateSpec
-from .wire import SPOKE, Start, describe, encode, read_socket, start_worker, write_socket
+from .wire import REPORT, SPOKE, Report, Start, describe, encode, read_socket, start_worker, write_socket
 from .workers import describe_exit
 
 log = logging.getLogger(__name__)
 
 RENDEZVOUS = "ISTHMUS_RENDEZVOUS"
+FAILED = "failed"  # a file in that folder: says why nobody needs to wait any more (platforms/collective.py)
+PATIENCE = 0.9     # share of --step-timeout after which a rank has hung: before the API takes the whole engine for hung
+TICK_S = 0.25      # between two looks whether a rank is gone, while waiting for a step
+LAST_WORDS_S = 1.0  # how long the end of a rank may take to be noticed after a step that failed for it
 NESTED: dict[str, Any] = {"sampling": Sampling, "penalties": Penalties, "bias": Bias, "mask": Mask}
+
+
+class Progress:
+    """How many messages each rank has begun and how many it has finished, in a file that all of them map."""
+
+    def __init__(self, directory: str, world: int, create: bool = False) -> None:
+        self.counts = np.memmap(Path(directory, "progress"), np.int64, "w+" if create else "r+", shape=(world, 2))
+
+    def begin(self, rank: int) -> None:
+        self.counts[rank, 0] += 1
+
+    def finish(self, rank: int) -> None:
+        self.counts[rank, 1] += 1
+
+
+class Told(NamedTuple):
+    """A message to the other ranks: the how-manieth, when it was sent, for people what it asks, and whether it has to
+    be done within --step-timeout."""
+
+    number: int
+    at: float
+    what: str
+    limited: bool
+
+
+class Joint:
+    """A step that all ranks have launched. `EngineDead` comes out of it when one of them is gone."""
+
+    def __init__(self, ranks: Ranks, out: Any) -> None:
+        self.ranks, self.collected = ranks, ranks.collector.submit(out.collect)
+
+    def collect(self) -> Any:
+        return self.ranks.wait(self.collected)
 
 
 class Ranks:
     """A platform whose ranks are processes, as one `Platform`: each call is this process's rank's, and is passed on.
 
-    What the other ranks log goes to the same place; one that ends makes every later call raise `EngineDead`.
+    What the other ranks log goes to the same place; one that ends or hangs makes every later call raise `EngineDead`,
+    and whoever waits for a step hears of it too. `lost` is set then, and `dead` says why.
     """
 
     def __init__(self, platform: Any, config: Config, world: int) -> None:
-        self.platform, self.dead, self._closing = platform, "", False
+        self.platform, self.dead, self.lost, self._closing = platform, "", threading.Event(), threading.Event()
+        self.collector = ThreadPoolExecutor(1, "collect")  # so that nobody waits for what a lost rank owes
         self.directory = tempfile.mkdtemp(prefix="isthmus-ranks-")  # mkdtemp makes it 0700
         os.environ[RENDEZVOUS] = self.directory
+        self._patience, self._asked = PATIENCE * config.scheduler.step_timeout, 0
+        self._told, self._sent, self._progress = deque[Told](), 0, Progress(self.directory, world, create=True)
         self._context = zmq.Context()
         start = msgspec.json.encode(Start(self.directory, os.getpid(), config)) + b"\n"
         self._processes = [self._spawn(rank, world, start) for rank in range(1, world)]
         self._sockets = [write_socket(self._context, self.directory, f"rank{rank}") for rank in range(1, world)]
+        threading.Thread(target=self._watch_progress, name="ranks", daemon=True).start()
 
     def __getattr__(self, name: str) -> Any:
         """Questions, and what needs no other rank; pages on the host would be shares of pages."""
@@ -55,7 +103,7 @@ class Ranks:
         return getattr(self.platform, name)
 
     def alloc(self, spec: StateSpec, pages: int) -> Any:
-        self._tell("alloc", spec, pages)
+        self._tell(f"allocating {pages} pages", "alloc", spec, pages)
         return self.platform.alloc(spec, pages)
 
     def compile(self, forward: Callable[..., Any], weights: Any, bucket: Bucket | None) -> Callable[..., Any]:
@@ -63,19 +111,38 @@ class Ranks:
         if not weights:  # a look at this rank's own ops, which is not the model's step
             return step
 
+        launched = False
+
         def launch(state: Any, batch: Batch) -> Any:
-            self._tell("step", bucket, pack(batch))
-            return step(state, batch)
+            nonlocal launched
+            tokens = int(batch.starts[-1])
+            self._tell(f"a step of {tokens} token{'s' if tokens > 1 else ''}", "step", bucket, pack(batch),
+                       limited=launched)  # the first one may compile for long
+            launched = True
+            out, state = step(state, batch)
+            return Joint(self, out), state
         return launch
 
     def copy_pages(self, state: Any, src: Sequence[int], dst: Sequence[int]) -> Any:
-        self._tell("copy_pages", list(map(int, src)), list(map(int, dst)))
+        self._tell(f"copying {len(src)} pages", "copy_pages", list(map(int, src)), list(map(int, dst)),
+                   limited=True)
         return self.platform.copy_pages(state, src, dst)
 
+    def wait(self, collected: Future) -> Any:
+        """What a step gave. Raises `EngineDead` when a rank is gone, whether or not the step still waits for it."""
+        while not self.dead and not collected.done():
+            with suppress(TimeoutError):
+                collected.exception(TICK_S)
+        if self.dead or (collected.exception() is not None and self.lost.wait(LAST_WORDS_S)):
+            raise EngineDead(self.dead)
+        return collected.result()
+
     def close(self) -> None:
-        self._closing = True
+        self._closing.set()
+        self.collector.shutdown(wait=False, cancel_futures=True)
         for process in self._processes:
-            process.stdin.close()
+            with suppress(OSError):  # what was written last may not have gone out
+                process.stdin.close()
         getattr(self.platform, "close", lambda: None)()
         for process in self._processes:
             try:
@@ -88,9 +155,11 @@ class Ranks:
         self._context.term()
         shutil.rmtree(self.directory, ignore_errors=True)
 
-    def _tell(self, *message: Any) -> None:
+    def _tell(self, what: str, *message: Any, limited: bool = False) -> None:
         if self.dead:
             raise EngineDead(self.dead)
+        self._sent += 1
+        self._told.append(Told(self._sent, time.monotonic(), what, limited))
         data = encode(message)
         for socket in self._sockets:
             socket.send(data)
@@ -105,9 +174,56 @@ class Ranks:
 
     def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
         code = process.wait()
-        if not self._closing:
-            self.dead = describe_exit(f"rank {rank}", code)
-            log.critical("%s", self.dead)
+        if not self._closing.is_set():
+            self._give_up(describe_exit(f"rank {rank}", code))
+
+    def _give_up(self, reason: str) -> None:
+        """The first reason counts."""
+        if not self.dead:
+            self.dead = reason
+            log.critical("%s", reason)
+            with suppress(OSError):  # closing has removed the folder
+                Path(self.directory, FAILED).write_text(reason, "utf-8")
+            self.lost.set()
+
+    def _watch_progress(self) -> None:
+        """Ask ranks that take long where they are, and end those that hang: of all that owe something, those which came
+        least far, as the others may wait for them."""
+        while not self._closing.wait(min(1.0, self._patience / 10)) and not self.dead:
+            counts = self._progress.counts[1:].copy()
+            while self._told and self._told[0].number <= counts[:, 1].min():
+                self._told.popleft()
+            if not self._told or not self._told[0].limited:
+                continue
+            owed, age = self._told[0], time.monotonic() - self._told[0].at
+            behind = [rank for rank, count in enumerate(counts.tolist(), 1) if count == min(counts.tolist())]
+            if age > self._patience:
+                self._end(behind, owed, age)
+            elif age > self._patience / 2 and owed.number > self._asked:
+                self._asked = owed.number
+                log.error("%s not finished %s for %.0f s. Where they are:", _names(behind, "has", "have"), owed.what,
+                          age)
+                self._report()
+
+    def _end(self, behind: list[int], owed: Told, age: float) -> None:
+        begun = all(self._progress.counts[rank, 0] >= owed.number for rank in behind)
+        self._give_up(f"{_names(behind, 'hung and was', 'hung and were')} ended: {owed.what}, "
+                      f"{'begun' if begun else 'not begun'} there, was not finished within {age:.1f} s "
+                      "(--step-timeout)")
+        for rank in behind:
+            self._processes[rank - 1].kill()
+
+    def _report(self) -> None:
+        for process in self._processes:
+            with suppress(OSError, ValueError):  # it is gone already
+                process.stdin.write(REPORT)
+                process.stdin.flush()
+
+
+def _names(ranks: Sequence[int], one: str, several: str) -> str:
+    """"rank 2 has", "ranks 1, 2 have"."""
+    listed = ", ".join(map(str, ranks))
+    return f"rank {listed} {one}" if len(ranks) == 1 else f"ranks {listed} {several}"
 
 
 def pack(value: Any) -> Any:
@@ -128,46 +244,46 @@ def unpack(kind: Any, packed: Sequence[Any]) -> Any:
     return kind(**fields)
 
 
-def follow(platform: Any, model: Any, receive: Callable[[], bytes]) -> None:
+def follow(rank: int, progress: Progress, platform: Any, model: Any, receive: Callable[[], bytes]) -> None:
     """Do what rank 0 tells, until the process ends. A step that fails is logged: rank 0 deals with its requests."""
-    state, steps, previous = None, {}, None
+    state, steps, launched, collector = None, {}, None, ThreadPoolExecutor(1, "collect")
     while True:
         name, *given = msgspec.msgpack.decode(receive())
+        progress.begin(rank)
         if name == "step":
             bucket = None if given[0] is None else Bucket(**given[0])
             if bucket not in steps:
                 steps[bucket] = platform.compile(model.forward, model.weights, bucket)
             out, state = steps[bucket](state, unpack(Batch, given[1]))
-            if previous is not None:
-                collect(previous)
-            previous = out
+            launched = collector.submit(collect, out, rank, progress)
             continue
-        if previous is not None:
-            collect(previous)
-            previous = None
+        if launched is not None:
+            launched.result()
         if name == "alloc":
             state = None  # before there is a second one
             state = platform.alloc(msgspec.convert(given[0], StateSpec), given[1])
         else:
             state = platform.copy_pages(state, *given)
+        progress.finish(rank)
 
 
-def collect(out: Any) -> None:
+def collect(out: Any, rank: int, progress: Progress) -> None:
     try:
         out.collect()
     except Exception as error:
         log.error("a step failed here: %s", error)
+    progress.finish(rank)
 
 
 def main(rank: int, world: int) -> None:
     """A rank other than 0, from its configuration on standard input."""
     from ..startup import load_rank
-    start = start_worker()
+    start = start_worker(Report())
     os.environ[RENDEZVOUS] = start.directory
     set_up_logging(start.config.server)
     socket = read_socket(zmq.Context(), start.directory, f"rank{rank}")
     try:
-        follow(*load_rank(start.config, rank, world), socket.recv)
+        follow(rank, Progress(start.directory, world), *load_rank(start.config, rank, world), socket.recv)
     except BaseException as error:  # threads of the platform's may keep a process from ending in order
         log.critical("rank %d: %s", rank, describe(error))
         os._exit(SPOKE)
