@@ -1,4 +1,4 @@
-"""How a step is launched: eagerly, on the platform's worker thread."""
+"""How a step is launched: on the platform's worker thread, by compiled kernels or eagerly."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from ...core.platform import Batch, StepResult
-from .ops import Ops, State
+from .compiled.step import Compiled, cache_records
+from .ops import Ops, State, finish
 
 
 @dataclass(frozen=True)
@@ -23,20 +24,39 @@ class Launched:
         return self.future.result()
 
 
-@dataclass(frozen=True)
-class EagerStep:
-    """Runs `forward` at any size, after the steps that were launched before."""
+@dataclass
+class Step:
+    """Runs `forward` at any size, after the steps that were launched before. compiled: its programs, None = eagerly."""
 
     forward: Callable[[Ops, Any, Batch], Any]
     weights: Any
     worker: ThreadPoolExecutor
     reduce: Callable[[torch.Tensor], torch.Tensor] | None = None
+    compiled: Compiled | None = None
+    known: tuple[State, np.ndarray | None] | None = None  # the last state, and where its K and V lie
 
     def __call__(self, state: State, batch: Batch) -> tuple[Launched, State]:
         return Launched(self.worker.submit(self._run, state, batch)), state
 
     def _run(self, state: State, batch: Batch) -> StepResult | np.ndarray:
         with torch.inference_mode():
-            ops = Ops(state, batch, self.reduce)
-            result = self.forward(ops, self.weights, ops.batch)
-            return result.float().numpy() if isinstance(result, torch.Tensor) else result
+            layers = self._layers(state)
+            program = None if layers is None else self.compiled.program(len(batch.tokens), len(batch.logit_rows))
+            if program is None:
+                ops = Ops(state, batch, self.reduce)
+                result = self.forward(ops, self.weights, ops.batch)
+                return result.float().numpy() if isinstance(result, torch.Tensor) else result
+            tokens = batch.tokens
+            if (tokens < 0).any():
+                tokens = np.where(tokens < 0, state.last.numpy()[batch.seqs[batch.rows]], tokens)
+            logits = self.compiled.runner.run(program, layers, state.spec.page_size, batch, tokens)
+            if not program.tape.sampled:
+                return logits.copy()
+            return finish(state, batch, tokens[batch.logit_rows], torch.from_numpy(logits), program.tape.softcap)
+
+    def _layers(self, state: State) -> np.ndarray | None:
+        if self.compiled is None:
+            return None
+        if self.known is None or self.known[0] is not state:
+            self.known = state, cache_records(state.layers)
+        return self.known[1]

@@ -100,15 +100,7 @@ class Ops:
         return x if self.reduce is None else self.reduce(x)
 
     def sample(self, logits: torch.Tensor, softcap: float | None = None) -> StepResult:
-        if softcap is not None:
-            logits = logits.float().div_(softcap).tanh_().mul_(softcap)
-        host = self.host
-        inputs = self.batch.tokens[self.batch.logit_rows].numpy()
-        result = sample(logits, host.targets, host.sampling, inputs)
-        sampled = host.targets == -1
-        slots = host.seqs[host.rows[host.logit_rows[sampled]]]
-        self.state.last[torch.from_numpy(slots)] = torch.from_numpy(result.tokens[sampled].astype(np.int64))
-        return result
+        return finish(self.state, self.host, self.batch.tokens[self.batch.logit_rows].numpy(), logits, softcap)
 
     def _turn(self, spec: RopeSpec) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosine and signed sine [T, 1, rotated] of this step's positions: y = x * cos + roll(x, half) * sin."""
@@ -117,3 +109,15 @@ class Ops:
         cos, sin = ((spec.scale * part).float() for part in (angles.cos(), angles.sin()))
         self.turns[spec] = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
         return self.turns[spec]
+
+
+def finish(state: State, batch: Batch, inputs: np.ndarray, logits: torch.Tensor, softcap: float | None) -> StepResult:
+    """From logits [L, V] to the step's result; `state` keeps what was sampled. inputs [L]: the token that each logit
+    row follows."""
+    if softcap is not None:
+        logits = logits.float().div_(softcap).tanh_().mul_(softcap)
+    result = sample(logits, batch.targets, batch.sampling, inputs)
+    sampled = batch.targets == -1
+    slots = batch.seqs[batch.rows[batch.logit_rows[sampled]]]
+    state.last[torch.from_numpy(slots)] = torch.from_numpy(result.tokens[sampled].astype(np.int64))
+    return result

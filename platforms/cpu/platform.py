@@ -40,7 +40,9 @@ except ImportError as error:
     raise Unavailable(f"torch cannot be imported ({error}): pip install 'isthmus[cpu]'") from error
 
 from ..collective import join, leave
-from .graph import EagerStep
+from .compiled.library import Library, build_for, open_library
+from .compiled.step import Compiled, Runner
+from .graph import Step
 from .kept import KV_DTYPES
 from .moe import ACTIVATIONS
 from .ops import Ops, State
@@ -51,7 +53,8 @@ OPS = ("embed", "linear", "rms_norm", "rope", "attention", "act_mul", "moe", "al
 
 class Platform:
     """One rank, in this process. Options: `threads`, by default one for each physical core that the process may use, or
-    that its share of them is among several ranks.
+    that its share of them is among several ranks; `kernels`, "compiled" or "torch", by default the compiled ones where
+    they were built and the processor has no matrix unit, which torch would use.
 
     All of torch's work is done on one thread, loading too: each thread that starts a parallel region gets a team of
     OpenMP threads for good, and with more of those than cores they sleep between regions, which halves the speed.
@@ -63,15 +66,19 @@ class Platform:
         self.options = dict(options)
         self._worker: ThreadPoolExecutor | None = None
         self._reduce: Callable[[torch.Tensor], torch.Tensor] | None = None
+        self._runner: Runner | None = None
 
     def probe(self, rank: int = 0, world: int = 1) -> Manifest:
         self._rank, self._world = rank, world
         threads = self._threads()
         torch.set_num_threads(threads)
         self._worker = ThreadPoolExecutor(1, "cpu-step", torch.set_num_threads, (threads,))
+        kernels = self._kernels()
+        if isinstance(kernels, Library):
+            self._runner = Runner(kernels, threads)
         total, free = self.memory()
         capability = torch.backends.cpu.get_cpu_capability()
-        dtypes = ("bf16", "f32") if native_bf16() else ("f32", "bf16")
+        dtypes = ("bf16", "f32") if native_bf16() or self._runner is not None else ("f32", "bf16")
         return Manifest(
             name="cpu", device=f"{processor_name()}, {threads} thread{'s' if threads > 1 else ''}",
             interface=INTERFACE_VERSION,
@@ -79,7 +86,8 @@ class Platform:
             page_sizes=(16, 1, 4, 8, 32, 64, 128), buckets=None, memory_total=total, memory_free=free,
             features=frozenset(FEATURES), determinism="T2", rank=10,
             details={"torch": str(torch.__version__), "capability": capability, "threads": str(threads),
-                     "matrix units": "AMX" if has_amx() else "none"})
+                     "matrix units": "AMX" if has_amx() else "none",
+                     "kernels": kernels if isinstance(kernels, str) else f"compiled, {kernels.name}"})
 
     def supports(self, op: str, **case: Any) -> str | None:
         if op not in OPS and op not in FEATURES:
@@ -95,7 +103,7 @@ class Platform:
         return reason_to_expand(name, dtype) if op in ("linear", "moe") and name in KEPT else None
 
     def load(self, raws: Sequence[RawTensor], spec: WeightSpec, dtype: str) -> Leaf:
-        return self._in_order(load_weight, shares(raws, spec, self._rank, self._world), spec, dtype)
+        return self._in_order(load_weight, shares(raws, spec, self._rank, self._world), spec, dtype, self._runner)
 
     def describe(self, weight: Leaf) -> str:
         return str(weight)
@@ -107,8 +115,9 @@ class Platform:
             self._reduce = self._in_order(join, "gloo", self._rank, self._world)
         return self._in_order(State.allocate, spec, pages)
 
-    def compile(self, forward: Callable[[Ops, Any, Batch], Any], weights: Any, bucket: Bucket | None) -> EagerStep:
-        return EagerStep(forward, weights, self._ready(), self._reduce)
+    def compile(self, forward: Callable[[Ops, Any, Batch], Any], weights: Any, bucket: Bucket | None) -> Step:
+        compiled = None if self._runner is None or self._world > 1 else Compiled(self._runner, forward, weights)
+        return Step(forward, weights, self._ready(), self._reduce, compiled)
 
     def copy_pages(self, state: State, src: Sequence[int], dst: Sequence[int]) -> State:
         self._in_order(state.copy_pages, src, dst)
@@ -137,6 +146,8 @@ class Platform:
             if self._reduce is not None:
                 self._in_order(leave)
             self._worker.shutdown(wait=True, cancel_futures=True)
+        if self._runner is not None:
+            self._runner.close()
 
     def _ready(self) -> ThreadPoolExecutor:
         if self._worker is None:
@@ -147,8 +158,22 @@ class Platform:
         """Run after the steps that were launched before, and wait."""
         return self._ready().submit(torch.inference_mode()(work), *args).result()
 
+    def _kernels(self) -> Library | str:
+        """The compiled kernels, or why torch's are used."""
+        asked = self.options.get("kernels")
+        if asked not in (None, "compiled", "torch"):
+            raise Unavailable(f"kernels={asked!r}: compiled or torch is needed")
+        if asked == "torch":
+            return "torch's, asked for"
+        if asked is None and has_amx():
+            return "torch's, which use the matrix units"
+        library = open_library(build_for(torch.backends.cpu.get_cpu_capability()))
+        if isinstance(library, str) and asked == "compiled":
+            raise Unavailable(f"kernels=compiled: {library}")
+        return f"torch's; the compiled ones are {library}" if isinstance(library, str) else library
+
     def _threads(self) -> int:
-        check_options("cpu", self.options, ("threads",))
+        check_options("cpu", self.options, ("threads", "kernels"))
         asked = self.options.get("threads")
         if asked is None:
             return max(1, physical_cores() // self._world)

@@ -12,6 +12,8 @@ from torch.nn import functional as F
 from ...core.platform import RawTensor, Unsupported, WeightSpec
 from ..expand import CODECS, INTEGERS, PACKED, affine, expand, group_of
 from ..experts import by_expert
+from .compiled.step import Runner
+from .compiled.weights import Packed, pack_codes, pack_values
 
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 BITS = {"q4_0": 4, "q4_1": 4, "q4_k": 4, "q5_0": 5, "q5_1": 5, "q5_k": 5, "q8_0": 8,
@@ -154,13 +156,13 @@ class Int4Groups:
 class Experts:
     """One matrix for each expert."""
 
-    parts: tuple[Dense | Int4Groups, ...]
+    parts: tuple[Dense | Int4Groups | Packed, ...]
 
     def __str__(self) -> str:
         return f"{len(self.parts)} experts, {self.parts[0]}"
 
 
-Leaf = Vector | Dense | Table | Int4Groups | Experts
+Leaf = Vector | Dense | Table | Int4Groups | Packed | Experts
 
 
 def reason_to_expand(name: str, dtype: str) -> str | None:
@@ -170,8 +172,9 @@ def reason_to_expand(name: str, dtype: str) -> str | None:
     return "torch's int4 kernel is scalar in float32, six times slower than expanded weights"
 
 
-def load_weight(raws: Sequence[RawTensor], spec: WeightSpec, dtype: str) -> Leaf:
-    """The leaf of one weight, its parts stacked along the output axis. Copies: the bytes may go away afterwards."""
+def load_weight(raws: Sequence[RawTensor], spec: WeightSpec, dtype: str, runner: Runner | None = None) -> Leaf:
+    """The leaf of one weight, its parts stacked along the output axis. Copies: the bytes may go away afterwards.
+    runner: of the compiled kernels, which compute in bf16; None = by torch."""
     if dtype not in DTYPES:
         raise Unsupported(f"compute dtype {dtype!r}: the cpu platform computes in {' or '.join(DTYPES)}")
     unknown = sorted({raw.dtype for raw in raws} - CODECS.keys())
@@ -180,11 +183,28 @@ def load_weight(raws: Sequence[RawTensor], spec: WeightSpec, dtype: str) -> Leaf
     if spec.role in ("norm", "bias"):
         values = torch.from_numpy(np.concatenate([expand(raw) for raw in raws]))
         return Vector(values, values.to(DTYPES[dtype]))
-    if spec.role == "embed":
-        return Table(_stacked(raws, dtype))
+    packed = _packed if runner is not None and dtype == "bf16" else _unpacked
     if spec.role == "experts":
-        return Experts(tuple(_matrix(parts, dtype) for parts in by_expert(raws, spec)))
-    return _matrix(raws, dtype)
+        return Experts(tuple(packed(parts, dtype, runner) or _matrix(parts, dtype) for parts in by_expert(raws, spec)))
+    leaf = packed(raws, dtype, runner)
+    if leaf is not None:
+        return leaf
+    return Table(_stacked(raws, dtype)) if spec.role == "embed" else _matrix(raws, dtype)
+
+
+def _unpacked(raws: Sequence[RawTensor], dtype: str, runner: Runner | None) -> None:
+    """For torch."""
+
+
+def _packed(raws: Sequence[RawTensor], dtype: str, runner: Runner) -> Packed | None:
+    """For the compiled kernels, in the checkpoint's own codes where all parts have the same format and groups; None
+    for shapes that they lack."""
+    if len({(raw.dtype, group_of(raw)) for raw in raws}) == 1 and raws[0].dtype in KEPT and not group_of(raws[0]) % 32:
+        parts = (np.concatenate(part) for part in zip(*map(affine, raws), strict=True))
+        leaf = pack_codes(runner, *parts, BITS[raws[0].dtype])
+        if leaf is not None:
+            return leaf
+    return None if raws[0].shape[-1] % 2 else pack_values(runner, _stacked(raws, dtype))
 
 
 def _matrix(raws: Sequence[RawTensor], dtype: str) -> Dense | Int4Groups:

@@ -1,0 +1,166 @@
+// Paged attention over K and V in bf16, in tiles of queries that share a KV head.
+//
+// A tile walks its context in blocks of KEYS positions at multiples of KEYS. Each query's maximum, sum and output
+// change only in blocks it sees something of, always in the same order, so a query's result does not depend on the
+// tile, the chunk of the prompt or the batch that it comes in. Long contexts of decode rows are cut at multiples of
+// SPLIT, and the parts are merged in order.
+#pragma once
+#include <algorithm>
+#include "product.h"
+
+namespace isthmus {
+
+constexpr int KEYS = 64;     // positions in a block
+constexpr int QUERIES = 24;  // queries in a tile at most, heads that share K and V counted each
+constexpr long SPLIT = 512;  // positions after which the sums begin anew, for any query
+
+struct Sight {                            // what all queries of a layer have in common
+    const uint16_t* kv;                   // [slots][2][kv_heads][d]
+    const int32_t* pages;                 // one row of the page table
+    long page_size, kv_heads, d, window;  // window 0 = none
+    float scale, softcap;                 // softcap 0 = none
+};
+
+struct Scratch {
+    float kt[256 * KEYS];  // keys, [d][KEYS]
+    float v[KEYS * 256];   // values, [KEYS][d]
+    float s[QUERIES][KEYS];
+};
+
+static inline void read_block(const Sight& a, long head, long first, long keys, Scratch& t) {
+    const long d = a.d, stride = 2 * a.kv_heads * d;
+    for (long i = 0; i < KEYS; i++) {
+        if (i >= keys) {
+            for (long j = 0; j < d; j++) t.kt[j * KEYS + i] = 0;
+            for (long j = 0; j < d; j++) t.v[i * d + j] = 0;
+            continue;
+        }
+        const long p = first + i, slot = (long)a.pages[p / a.page_size] * a.page_size + p % a.page_size;
+        const uint16_t* k = a.kv + slot * stride + head * d;
+        const uint16_t* v = k + a.kv_heads * d;
+        for (long j = 0; j < d; j += LANES) {
+            float row[LANES];
+            store(row, from_bf16(k + j));
+            for (long l = 0; l < LANES; l++) t.kt[(j + l) * KEYS + i] = row[l];
+            store(t.v + i * d + j, from_bf16(v + j));
+        }
+    }
+}
+
+// rows of x [., xs] times a panel [K][stride] of 16 NB columns.
+template <int M, int NB>
+static inline void panel(const float* x, long xs, const float* w, long stride, long K, float* y, long ys, bool more) {
+    f32x16 acc[M][NB];
+#pragma GCC unroll 8
+    for (int m = 0; m < M; m++)
+#pragma GCC unroll 8
+        for (int n = 0; n < NB; n++) acc[m][n] = more ? load<f32x16>(y + m * ys + LANES * n) : f32x16{};
+    for (long k = 0; k < K; k++) {
+        f32x16 v[NB];
+#pragma GCC unroll 8
+        for (int n = 0; n < NB; n++) v[n] = load<f32x16>(w + k * stride + LANES * n);
+#pragma GCC unroll 8
+        for (int m = 0; m < M; m++)
+#pragma GCC unroll 8
+            for (int n = 0; n < NB; n++) acc[m][n] += v[n] * x[m * xs + k];
+    }
+#pragma GCC unroll 8
+    for (int m = 0; m < M; m++)
+#pragma GCC unroll 8
+        for (int n = 0; n < NB; n++) store(y + m * ys + LANES * n, acc[m][n]);
+}
+
+template <int NB>
+static inline void panels(int M, const float* x, long xs, const float* w, long stride, long K, float* y, long ys,
+                          bool more) {
+    for (; M >= 6; M -= 6, x += 6 * xs, y += 6 * ys) panel<6, NB>(x, xs, w, stride, K, y, ys, more);
+    switch (M) {
+        case 1: panel<1, NB>(x, xs, w, stride, K, y, ys, more); break;
+        case 2: panel<2, NB>(x, xs, w, stride, K, y, ys, more); break;
+        case 3: panel<3, NB>(x, xs, w, stride, K, y, ys, more); break;
+        case 4: panel<4, NB>(x, xs, w, stride, K, y, ys, more); break;
+        case 5: panel<5, NB>(x, xs, w, stride, K, y, ys, more); break;
+    }
+}
+
+// Columns in runs of at most 64.
+static inline void product(int M, const float* x, long xs, const float* w, long N, long K, float* y, long ys,
+                           bool more) {
+    long n = 0;
+    for (; n + 64 <= N; n += 64) panels<4>(M, x, xs, w + n, N, K, y + n, ys, more);
+    for (; n < N; n += LANES) panels<1>(M, x, xs, w + n, N, K, y + n, ys, more);
+}
+
+// Queries q[i] (M of them, row stride qs) at positions at[i] over positions [from, to): out [M][d] sums, and their
+// largest score and sum of weights.
+static inline void attend(const Sight& a, long head, int M, const float* q, long qs, const long* at, long from, long to,
+                          float* out, float* most, float* total, Scratch& t) {
+    const long d = a.d;
+    for (int m = 0; m < M; m++) {
+        most[m] = -INFINITY, total[m] = 0;
+        std::memset(out + m * d, 0, d * sizeof(float));
+    }
+    long oldest = at[0], newest = at[0];
+    for (int m = 1; m < M; m++) oldest = std::min(oldest, at[m]), newest = std::max(newest, at[m]);
+    if (a.window) from = std::max(from, std::max(0L, oldest - a.window + 1) / KEYS * KEYS);
+    to = std::min(to, newest + 1);
+    for (long first = from; first < to; first += KEYS) {
+        read_block(a, head, first, std::min<long>(KEYS, to - first), t);
+        product(M, q, qs, t.kt, KEYS, d, t.s[0], KEYS, false);
+        for (int m = 0; m < M; m++) {
+            float* s = t.s[m];
+            const long low = a.window ? at[m] - a.window + 1 : 0;
+            f32x16 top = splat(-INFINITY);
+            for (int i = 0; i < KEYS; i += LANES) {
+                f32x16 v = load<f32x16>(s + i) * a.scale;
+                if (a.softcap) v = vtanh(v / a.softcap) * a.softcap;
+                for (int l = 0; l < LANES; l++)
+                    if (first + i + l > at[m] || first + i + l < low) v[l] = -INFINITY;
+                store(s + i, v);
+                top = vmax(top, v);
+            }
+            const float before = most[m], now = std::max(before, largest(top));
+            if (now == -INFINITY) {
+                std::memset(s, 0, KEYS * sizeof(float));
+                continue;
+            }
+            f32x16 added{};
+            for (int i = 0; i < KEYS; i += LANES) {
+                f32x16 v = load<f32x16>(s + i), p = vexp(v - now);
+                p = select(v == splat(-INFINITY), f32x16{}, p);
+                store(s + i, p);
+                added += p;
+            }
+            if (now > before && before > -INFINITY) {
+                const float shrink = vexp(splat(before - now))[0];
+                total[m] *= shrink;
+                for (long j = 0; j < d; j += LANES) store(out + m * d + j, load<f32x16>(out + m * d + j) * shrink);
+            }
+            most[m] = now;
+            total[m] += sum(added);
+        }
+        product(M, t.s[0], KEYS, t.v, d, KEYS, out, d, true);
+    }
+}
+
+static inline void merge(float* out, float& most, float& total, const float* part, float part_most, float part_total,
+                         long d) {
+    if (part_most == -INFINITY) return;
+    if (most == -INFINITY) {
+        std::memcpy(out, part, d * sizeof(float));
+        most = part_most, total = part_total;
+        return;
+    }
+    const float top = std::max(most, part_most);
+    const float a = vexp(splat(most - top))[0], b = vexp(splat(part_most - top))[0];
+    for (long j = 0; j < d; j += LANES) store(out + j, load<f32x16>(out + j) * a + load<f32x16>(part + j) * b);
+    total = total * a + part_total * b;
+    most = top;
+}
+
+static inline void finish(const float* out, float total, long d, float* y) {
+    const float scale = total > 0 ? 1.0f / total : 0.0f;
+    for (long j = 0; j < d; j += LANES) store(y + j, load<f32x16>(out + j) * scale);
+}
+
+}  // namespace isthmus
