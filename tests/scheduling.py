@@ -18,6 +18,7 @@ from isthmus.core.messages import Logprobs, SamplingParams, Submit, TokenOutput,
 from isthmus.core.plan import Batch, Out, StepResult
 from isthmus.core.scheduler import batch as batch_module
 from isthmus.core.scheduler.admission import Limits
+from isthmus.core.scheduler.policy import POLICIES
 from isthmus.core.scheduler.request import cache_domain, penalised
 from isthmus.core.scheduler.scheduler import Plan, Scheduler
 from isthmus.core.scheduler.table import uniforms
@@ -239,11 +240,13 @@ class Run:
 
     # ---- what can happen
 
-    def submit(self, prompt: list[int], domain: bytes = b"", priority: int = 0, **params: Any) -> str | None:
+    def submit(self, prompt: list[int], domain: bytes = b"", priority: int = 0, tenant: str = "", ttft: float = 0.0,
+               **params: Any) -> str | None:
         """Submit a request; None if the queue is full."""
         rid = f"r{self.submitted}"
         self.submitted += 1
-        request = Submit(rid, pack_ids(prompt), SamplingParams(**({"temperature": 0.0} | params)), domain, priority)
+        request = Submit(rid, pack_ids(prompt), SamplingParams(**({"temperature": 0.0} | params)), domain, priority,
+                         tenant=tenant, ttft=ttft)
         try:
             self.scheduler.submit(request, self.now)
         except Overloaded:
@@ -436,9 +439,10 @@ def random_run(seed: int, steps: int) -> Run:
     rng = random.Random(seed)
     page = rng.choice((1, 2, 4, 16))
     least = -(-MAX_LEN // page) + 1
-    run = Run(page, rng.randint(least, 2 * least), rng.choice(("lpm", "fcfs")), late=rng.random() < 0.5,
+    run = Run(page, rng.randint(least, 2 * least), rng.choice(POLICIES.names()), late=rng.random() < 0.5,
               padded=rng.random() < 0.5, prefix_cache=rng.random() < 0.9, chunk=rng.choice((4, 12, 40)),
-              score_rows=rng.choice((2, 5, 64)))
+              score_rows=rng.choice((2, 5, 64)), foresight=rng.choice((0, 0, 4, 32)),
+              itl_target=rng.choice((0.0, 0.0, 0.02)))
     overlap, load = rng.choice((0.0, 0.5, 1.0, 1.0)), rng.choice((0.15, 0.4))
     while run.launched < steps:
         if rng.random() < load:
@@ -448,7 +452,8 @@ def random_run(seed: int, steps: int) -> Run:
             domain = rng.choice(DOMAINS)
             for _ in range(rng.choice((1, 1, 1, 3))):
                 params = {name: rng.choice(values) for name, values in PARAMS.items()}
-                run.submit(prompt[:36], domain, rng.choice((0, 0, 0, 1)), **params)
+                run.submit(prompt[:36], domain, rng.choice((0, 0, 0, 1)), rng.choice(("", "a", "b")),
+                           rng.choice((0.0, 0.1, 3.0)), **params)
         if rng.random() < 0.08 and run.tracks:
             run.abort(rng.choice(list(run.tracks)[-12:]))
         event = rng.random()

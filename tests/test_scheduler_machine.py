@@ -11,6 +11,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from isthmus.core.scheduler.policy import POLICIES
 
 from .scheduling import DOMAINS, MAX_LEN, PARAMS, VOCAB, Run, random_run
 
@@ -20,18 +21,18 @@ STEPS = 100_000
 class SchedulerMachine(RuleBasedStateMachine):
     """Rules are what clients, administrators, clock and device can do."""
 
-    @initialize(page=st.sampled_from([1, 2, 4, 16]), spare=st.integers(0, 20), policy=st.sampled_from(["lpm", "fcfs"]),
+    @initialize(page=st.sampled_from([1, 2, 4, 16]), spare=st.integers(0, 20), policy=st.sampled_from(POLICIES.names()),
                 late=st.booleans(), padded=st.booleans(), prefix_cache=st.sampled_from([True, True, True, False]))
     def begin(self, page: int, spare: int, policy: str, late: bool, padded: bool, prefix_cache: bool) -> None:
         self.run = Run(page, MAX_LEN // page + 1 + spare, policy, late, padded, prefix_cache)
 
     @rule(base=st.integers(0, 11), keep=st.integers(0, 30), more=st.lists(st.integers(0, 3), min_size=1, max_size=12),
-          domain=st.sampled_from(DOMAINS), priority=st.sampled_from([0, 0, 0, 1]),
+          domain=st.sampled_from(DOMAINS), priority=st.sampled_from([0, 0, 0, 1]), tenant=st.sampled_from(["", "a"]),
           params=st.fixed_dictionaries({name: st.sampled_from(values) for name, values in PARAMS.items()}))
-    def submit(self, base: int, keep: int, more: list[int], domain: bytes, priority: int,
+    def submit(self, base: int, keep: int, more: list[int], domain: bytes, priority: int, tenant: str,
                params: dict[str, Any]) -> None:
         history = self.run.history[base % len(self.run.history)]
-        self.run.submit([*history[:keep], *more], domain, priority, **params)
+        self.run.submit([*history[:keep], *more], domain, priority, tenant, **params)
 
     @rule(count=st.integers(2, 5), length=st.integers(1, 16))
     def crowd(self, count: int, length: int) -> None:

@@ -1,11 +1,10 @@
 """What a scheduler may do, and which requests can never run."""
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ..errors import Overloaded, RequestError
+from ..errors import RequestError
 from ..messages import SamplingParams, Submit, unpack_ids
 
 # What a request asks of the platform with any other value than the default: parameter -> word of `platform.FEATURES`.
@@ -13,7 +12,6 @@ ASKS = {"logprobs": "logprobs", "prompt_logprobs": "logprobs", "repetition_penal
         "presence_penalty": "penalties", "frequency_penalty": "penalties", "logit_bias": "logit_bias",
         "min_tokens": "logit_bias"}  # min_tokens bans the stop ids
 _PLAIN = SamplingParams()
-MOST_WAIT = 60.0  # seconds after which a refused client may always ask again
 
 
 @dataclass(frozen=True)
@@ -48,27 +46,6 @@ class Limits:
     def max_pages(self) -> int:
         """Pages of the longest request."""
         return -(-self.max_model_len // self.page_size)
-
-
-class Room:
-    """How full the queue is. tokens: of the requests that wait."""
-
-    def __init__(self, limits: Limits):
-        self._limits, self.tokens = limits, 0
-
-    def check(self, waiting: int, free_slots: int, pace: float) -> None:
-        """Raises `Overloaded` unless one more request may wait. pace: seconds for a prompt token, which tells when to
-        ask again."""
-        limits, queued = self._limits, waiting - free_slots
-        if queued >= limits.max_queued:
-            what, flag = f"{queued} requests are waiting for a place, the limit is {limits.max_queued}", "requests"
-        elif waiting and self.tokens >= limits.max_queued_tokens:
-            what = f"the waiting requests have {self.tokens} tokens, the limit is {limits.max_queued_tokens}"
-            flag = "tokens"
-        else:
-            return
-        raise Overloaded(f"{what}: try again later or raise --max-queued-{flag}",
-                         retry_after=min(MOST_WAIT, max(1.0, math.ceil(self.tokens * pace / 2))))
 
 
 def check_request(submit: Submit, limits: Limits) -> int:

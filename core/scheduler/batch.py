@@ -6,9 +6,18 @@ import numpy as np
 from ..plan import Batch, Bias, Penalties, Sampling
 from ..specs import Bucket, Buckets
 from .plans import Plan
-from .table import RequestTable, uniforms
-
-GREEDY = 1e-5  # a temperature below this is greedy: dividing by it would overflow float32 logits
+from .table import (
+    BIASED,
+    DRAWN,
+    MIN_P,
+    MIN_TOKENS,
+    PENALISED,
+    SCORED,
+    TOP_K,
+    TOP_P,
+    RequestTable,
+    draw,
+)
 
 
 def _i32(parts: list[np.ndarray]) -> np.ndarray:
@@ -64,6 +73,8 @@ def _logit_rows(plan: Plan, starts: np.ndarray, table: RequestTable) -> tuple[np
     """Which tokens' logits are wanted, the target of each (-1 = sample), and the slots of those that are sampled, 0 for
     others. A lone padding row if there is none."""
     count = len(plan.decode)
+    if not plan.chunks:
+        return np.arange(count, dtype=np.int32), np.full(count, -1, np.int32), plan.decode
     rows, targets, owners = [starts[:count]], [np.full(count, -1, np.int32)], [plan.decode]
     for chunk, first in zip(plan.chunks, starts[count:-1].tolist(), strict=True):
         if chunk.scores:
@@ -81,54 +92,46 @@ def _logit_rows(plan: Plan, starts: np.ndarray, table: RequestTable) -> tuple[np
 
 def _sampling(plan: Plan, table: RequestTable, owners: np.ndarray, unknown: np.ndarray) -> Sampling:
     """Parameters of each logit row from its slot's columns; a scored or padding row (slot 0) is greedy and plain."""
-    temperature = table.temperature[owners]
-    temperature[temperature < GREEDY] = 0
-    drawn = temperature > 0
+    flags = table.flags[owners]
+    asked = int(np.bitwise_or.reduce(flags))
     k = max((c.request.params.prompt_logprobs for c in plan.chunks if c.scores), default=-1)
-    k = max(k, int(table.logprobs[owners].max()))
+    if asked & SCORED:
+        k = max(k, int(table.logprobs[owners].max()))
     top = None if k < 0 else np.zeros(k, np.int32)
+    penalties = _penalties(table, owners, flags & PENALISED > 0, unknown) if asked & PENALISED else None
     steps = table.length[owners] - table.prompt_len[owners]
-    penalties, bias = _penalties(table, owners, unknown), _bias(table, owners, steps)
-    if not drawn.any():
+    bias = _bias(table, owners, flags, steps) if asked & (BIASED | MIN_TOKENS) else None
+    if not asked & DRAWN:
         return Sampling(penalties=penalties, bias=bias, top_logprobs=top)
-    top_k, top_p, min_p = table.top_k[owners], table.top_p[owners], table.min_p[owners]
-    return Sampling(temperature, uniforms(table.seed[owners], steps), top_k if top_k[drawn].any() else None,
-                    top_p if (top_p[drawn] < 1).any() else None, min_p if min_p[drawn].any() else None, penalties, bias,
-                    None, top)
+    return Sampling(table.temperature[owners], draw(table.seed[owners], steps),
+                    table.top_k[owners] if asked & TOP_K else None, table.top_p[owners] if asked & TOP_P else None,
+                    table.min_p[owners] if asked & MIN_P else None, penalties, bias, None, top)
 
 
-def _penalties(table: RequestTable, owners: np.ndarray, unknown: np.ndarray) -> Penalties | None:
-    penalised = table.penalised[owners]
-    if not penalised.any():
-        return None
-    rows, ids, counts = [], [], []
-    for row in np.flatnonzero(penalised).tolist():
-        history = table.owner[owners[row]].history
-        rows.append(np.full(history.size, row, np.int32))
-        ids.append(history.ids)
-        counts.append(history.counts)
-    factor = np.where(penalised, table.repetition[owners], 1).astype(np.float32)
-    return Penalties(_i32(rows), _i32(ids), _i32(counts), (unknown & penalised).astype(np.int32), factor,
-                     np.where(penalised, table.presence[owners], 0).astype(np.float32),
-                     np.where(penalised, table.frequency[owners], 0).astype(np.float32))
+def _penalties(table: RequestTable, owners: np.ndarray, penalised: np.ndarray, unknown: np.ndarray) -> Penalties:
+    rows = np.flatnonzero(penalised)
+    histories = [request.history for request in table.owner[owners[rows]].tolist()]
+    return Penalties(np.repeat(rows.astype(np.int32), [h.size for h in histories]),
+                     np.concatenate([h.ids for h in histories]), np.concatenate([h.counts for h in histories]),
+                     (unknown & penalised).astype(np.int32), table.repetition[owners], table.presence[owners],
+                     table.frequency[owners])
 
 
-def _bias(table: RequestTable, owners: np.ndarray, steps: np.ndarray) -> Bias | None:
+def _bias(table: RequestTable, owners: np.ndarray, flags: np.ndarray, steps: np.ndarray) -> Bias | None:
     """logit_bias, and a ban on every stop id while fewer than min_tokens are out."""
     banned = steps < table.min_tokens[owners]
-    rows, ids, values = [], [], []
-    for row in np.flatnonzero(banned | table.biased[owners]).tolist():
-        request = table.owner[owners[row]]
-        parts = [(request.bias_ids, request.bias_values)]
-        if banned[row]:
-            parts.append((request.ban_ids, np.full(len(request.ban_ids), -np.inf, np.float32)))
-        for part_ids, part_values in parts:
-            rows.append(np.full(len(part_ids), row, np.int32))
-            ids.append(part_ids)
-            values.append(part_values)
-    if not rows:
+    rows = np.flatnonzero(banned | (flags & BIASED > 0)).astype(np.int32)
+    if not len(rows):
         return None
-    return Bias(_i32(rows), _i32(ids), np.concatenate(values).astype(np.float32, copy=False))
+    sizes, ids, values = [], [], []
+    for request, ban in zip(table.owner[owners[rows]].tolist(), banned[rows].tolist(), strict=True):
+        ids.append(request.bias_ids)
+        values.append(request.bias_values)
+        if ban:
+            ids.append(request.ban_ids)
+            values.append(np.full(len(request.ban_ids), -np.inf, np.float32))
+        sizes.append(len(request.bias_ids) + ban * len(request.ban_ids))
+    return Bias(np.repeat(rows, sizes), np.concatenate(ids), np.concatenate(values))
 
 
 def pad_batch(batch: Batch, bucket: Bucket) -> Batch:

@@ -38,6 +38,19 @@ class StepOutputs:
         return TokenOutputs(list(self.full), pack_ids(self.handles), pack_ids(self.tokens))
 
 
+def scored_outputs(rows: np.ndarray, owners: np.ndarray, result: StepResult) -> list[TokenOutput]:
+    """One output for each of these rows, whose requests go on and want log-probabilities."""
+    tokens, chosen = pack_ids(result.tokens[rows]), result.logprobs[rows].tobytes()
+    ids, top, width = pack_ids(result.top_ids[rows]), result.top_logprobs[rows].tobytes(), 4 * result.top_ids.shape[1]
+    outputs = []
+    for i, request in enumerate(owners[rows].tolist()):
+        k, one, best = request.params.logprobs, slice(4 * i, 4 * i + 4), width * i
+        most = slice(best, best + 4 * k)
+        outputs.append(TokenOutput(request.id, tokens[one], logprobs=Logprobs(chosen[one], k, ids[most], top[most]),
+                                   handle=request.handle))
+    return outputs
+
+
 def token_logprobs(result: StepResult, row: int, k: int) -> Logprobs:
     """Those of the token of one logit row, with the `k` best."""
     return Logprobs(result.logprobs[row:row + 1].tobytes(), k, pack_ids(result.top_ids[row, :k]),

@@ -18,14 +18,15 @@ import numpy as np
 from ..cache.manager import CacheManager
 from ..messages import FinishReason, Logprobs, Submit, TokenOutput, pack_ids
 from ..plan import StepResult
-from .admission import Limits, Room, check_request
+from .admission import Limits, check_request
 from .outlook import Growth, Pace
-from .outputs import StepOutputs, token_logprobs
+from .outputs import StepOutputs, scored_outputs, token_logprobs
 from .plans import Chunk, Plan
 from .policy import POLICIES, View
 from .request import Request
 from .stats import SchedulerStats
-from .table import RequestTable
+from .table import PENALISED, SCORED, RequestTable
+from .waiting import Waiting
 
 NOT_A_NUMBER = "the model's output is not a number (NaN): its weights are broken, or the way they are computed with is"
 LOOK_AGAIN = 16  # plans after which admission is tried again, or shares are counted, though nothing has changed
@@ -40,9 +41,8 @@ class Scheduler:
         self.stats, self.growth = SchedulerStats(), Growth()
         self.pace = Pace(limits.itl_target, limits.chunk)
         self._policy = POLICIES.create(policy)
-        self._room = Room(limits)
         self._eos = tuple(i for i in limits.eos_ids if i < limits.vocab_size)
-        self._waiting: dict[Request, None] = {}         # an ordered set, as they came
+        self._waiting = Waiting(limits, self._policy)
         self._running: dict[int, Request] = {}          # by slot, in order of admission
         self._prefilling: dict[Request, None] = {}
         self._decoding = np.zeros(0, np.int32)
@@ -62,11 +62,12 @@ class Scheduler:
         limit = check_request(submit, self.limits)
         if submit.id in self._by_id:
             raise ValueError(f"request id {submit.id!r} is in use")
-        self._room.check(self.waiting, 0 if self._short else self.table.free, self.pace.per_token)
+        self._waiting.check(0 if self._short else self.table.free, self.pace.per_token)
         request = Request(submit, self._eos, limit, next(self._handles) & 0x7FFFFFFF)
         request.arrival = request.arrival or now
         self._by_id[request.id] = request
-        self._wait(request)
+        self._waiting.add(request)
+        self._changes += 1
 
     def abort(self, ids: Iterable[str], reason: FinishReason = "abort", error: str = "") -> None:
         """End these requests in whatever state they are; the next `settle` or `ended` reports them."""
@@ -101,7 +102,7 @@ class Scheduler:
     @property
     def queued_tokens(self) -> int:
         """Tokens of the waiting requests."""
-        return self._room.tokens
+        return self._waiting.tokens
 
     # ---- one step
 
@@ -187,7 +188,7 @@ class Scheduler:
         assert len(set(self._decoding.tolist())) == len(self._decoding), "a slot decodes twice"
         assert self.table.free + len(self._running) == self.limits.max_running, "a slot is lost"
         assert len(self._running) + len(self._waiting) == len(self._by_id), "a request neither runs nor waits"
-        assert self._room.tokens == sum(r.known for r in self._waiting), "queued tokens are miscounted"
+        assert self._waiting.tokens == sum(r.known for r in self._waiting), "queued tokens are miscounted"
 
     # ---- planning
 
@@ -199,29 +200,28 @@ class Scheduler:
 
     def _plan_decode(self) -> tuple[np.ndarray, bool]:
         """Slots that decode, each with a page for its token; retracts requests while memory is short."""
-        table, retracted = self.table, False
+        table, size, retracted = self.table, self.limits.page_size, False
         while True:
             slots = self._decoding
             length = table.length[slots]
-            open_ended = length < table.end[slots]
-            if not open_ended.all():
-                slots, length = slots[open_ended], length[open_ended]
-            at = (length - 1) // self.limits.page_size
-            short = at >= table.page_count[slots]
+            goes_on = length < table.end[slots]
+            if np.count_nonzero(goes_on) < len(slots):
+                slots, length = slots[goes_on], length[goes_on]
+            short = length > table.page_count[slots] * size
             need = int(np.count_nonzero(short))
-            if not need:
+            if not need or need <= self.cache.available and self._grow(slots[short]):
                 return slots, retracted
-            if need <= self.cache.available:
-                self._grow(slots[short], at[short])
-            else:
+            if need > self.cache.available:
                 retracted = True
                 self._retract(need)
 
-    def _grow(self, slots: np.ndarray, at: np.ndarray) -> None:
+    def _grow(self, slots: np.ndarray) -> bool:
+        """A further page for each slot; False if there were fewer than the ledger said."""
         pages = self.cache.take_each(slots)
-        if pages is not None:  # else there were fewer than the ledger said: plan again
-            self.table.pages[slots, at] = pages
+        if pages is not None:
+            self.table.pages[slots, self.table.page_count[slots]] = pages
             self.table.page_count[slots] += 1
+        return pages is not None
 
     def _retract(self, need: int) -> None:
         """Send the request that the policy can best do without back to waiting."""
@@ -242,22 +242,11 @@ class Scheduler:
         self._vacate(victim)
         victim.left = self._plans
         self.stats.preemptions += 1
-        self._wait(victim)
-
-    def _wait(self, request: Request) -> None:
-        self._changes += 1
-        self._waiting[request] = None
-        self._room.tokens += request.known
-        self._policy.add(request)
-
-    def _leave_queue(self, request: Request) -> None:
-        del self._waiting[request]
-        self._room.tokens -= request.known
-        self._policy.remove(request)
+        self._waiting.add(victim)
 
     def _preempt(self, view: View) -> None:
         """Make running requests give way to the best waiting one, if the policy wants it and it could then start."""
-        while pair := self._policy.preempt(self._running.values()):
+        while self._running and (pair := self._policy.preempt(self._running.values())):
             best, victim = pair
             left = sum(r.known - int(self.table.computed[r.slot]) for r in self._prefilling)
             if left >= self.limits.chunk or self._fits(best, view.cached(best)):
@@ -312,7 +301,7 @@ class Scheduler:
             self._end(request, "error", f"out of KV memory: the request needs {need} pages, "
                                         f"{self.cache.available} of {self.cache.pool.capacity} can be had")
             return False
-        self._leave_queue(request)
+        self._waiting.remove(request)
         if not request.attempts:
             request.turn = next(self._turns)
             request.use = self.cache.admit(ids, len(pages), node, request.hint, request.priority)
@@ -382,20 +371,33 @@ class Scheduler:
 
     def _take_all(self, plan: Plan, result: StepResult, full: list[TokenOutput]) -> tuple[np.ndarray, ...]:
         """The decoded tokens: (handles, tokens, requests) of those of which there is nothing more to tell."""
-        table, slots, tokens = self.table, plan.decode, result.tokens[:len(plan.decode)]
-        known = table.known[slots]
-        odd = (table.generation[slots] != plan.generations) | table.special[slots] | (known + 1 >= table.end[slots])
-        odd |= table.may_stop(tokens)
-        owners, others = plan.owners, np.flatnonzero(odd)
-        if len(others):
+        table, slots, tokens, owners = self.table, plan.decode, result.tokens[:len(plan.decode)], plan.owners
+        known = table.known[slots] + 1
+        odd = (known >= table.end[slots]) | (table.generation[slots] != plan.generations) | table.may_stop(tokens)
+        flags = table.flags[slots]
+        asked = int(np.bitwise_or.reduce(flags)) if len(flags) else 0
+        scored = np.flatnonzero((flags & SCORED > 0) & ~odd) if asked & SCORED else slots[:0]
+        if len(scored):
+            odd[scored] = np.isnan(result.logprobs[scored])
+            scored = scored[~odd[scored]]
+            full += scored_outputs(scored, owners, result)
+        others = np.flatnonzero(odd).tolist() if np.count_nonzero(odd) else ()
+        if others:
             plain = ~odd
-            slots, tokens, known, owners = slots[plain], tokens[plain], known[plain], owners[plain]
-        table.tokens[slots, known] = tokens
-        table.known[slots] = known + 1
+            slots, tokens, known, owners, flags = slots[plain], tokens[plain], known[plain], owners[plain], flags[plain]
+        table.tokens[slots, known - 1] = tokens
+        table.known[slots] = known
         table.last[slots] = tokens
         self.stats.generated_tokens += len(slots)
-        for row in others.tolist():
+        if asked & PENALISED:
+            rows = np.flatnonzero(flags & PENALISED)
+            for request, token in zip(owners[rows].tolist(), tokens[rows].tolist(), strict=True):
+                request.history.add(token)
+        for row in others:
             self._take(plan.owners[row], result, row, full)
+        if len(scored):
+            told = flags & SCORED == 0
+            slots, tokens, owners = slots[told], tokens[told], owners[told]
         return table.handle[slots], tokens, owners
 
     def _take(self, request: Request, result: StepResult, row: int, full: list[TokenOutput]) -> None:
@@ -421,7 +423,7 @@ class Scheduler:
         slot, table = request.slot, self.table
         if not slot:
             request.stored += pack_ids([token])
-            self._room.tokens += 1
+            self._waiting.tokens += 1
             return request.known - request.prompt_len
         known = int(table.known[slot])
         table.tokens[slot, known] = table.last[slot] = token
@@ -465,7 +467,7 @@ class Scheduler:
             self._vacate(request)
         else:
             self._changes += 1
-            self._leave_queue(request)
+            self._waiting.remove(request)
         self.stats.finished(request)
 
     def _vacate(self, request: Request) -> None:

@@ -14,6 +14,10 @@ import numpy as np
 if TYPE_CHECKING:
     from .request import Request
 
+GREEDY = 1e-5  # a temperature below this is greedy: dividing by it would overflow float32 logits
+# What a row asks for beyond its token, as bits: one look at a batch tells which parts of a step are needed.
+DRAWN, TOP_K, TOP_P, MIN_P, PENALISED, BIASED, MIN_TOKENS, SCORED = (1 << i for i in range(8))
+
 _MIX1, _MIX2, _GOLDEN = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB), np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -26,9 +30,18 @@ def _mix(x: np.ndarray) -> np.ndarray:
 
 def uniforms(seeds: np.ndarray, steps: np.ndarray) -> np.ndarray:
     """One number in [0, 1) for each (seed uint64, output position): float32, a function of these two alone."""
-    with np.errstate(over="ignore"):
-        bits = _mix(_mix(seeds + _GOLDEN) + (steps.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
-    return ((bits >> np.uint64(40)).astype(np.float32) * np.float32(2.0 ** -24)).astype(np.float32)
+    return draw(mixed(seeds), steps)
+
+
+def mixed(seeds: np.ndarray) -> np.ndarray:
+    """What `draw` takes in place of seeds: the half of the work that does not depend on the position."""
+    return _mix(seeds + _GOLDEN)
+
+
+def draw(mixed_seeds: np.ndarray, steps: np.ndarray) -> np.ndarray:
+    """`uniforms` of seeds that are mixed already."""
+    bits = _mix(mixed_seeds + (steps.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
+    return (bits >> np.uint64(40)).astype(np.float32) * np.float32(2.0 ** -24)
 
 
 class RequestTable:
@@ -36,8 +49,7 @@ class RequestTable:
 
     tokens: what the host knows, prompt first; memory is taken as it is written.  end: length at which the output ends.
     owner: the request of a row.  generation: grows when a row changes hands, so that a step in flight is told from it.
-    charged: known tokens that the schedule policy has been told of.
-    special: its results are taken in one by one (log-probabilities, penalties), not with all others.
+    seed: mixed.  charged: known tokens that the schedule policy has been told of.  flags: the bits above.
     A row of `pages` is 0 from `page_count` on.
     """
 
@@ -51,12 +63,13 @@ class RequestTable:
         self.temperature, self.top_p, self.min_p = zeros(np.float32), zeros(np.float32), zeros(np.float32)
         self.repetition, self.presence, self.frequency = zeros(np.float32), zeros(np.float32), zeros(np.float32)
         self.top_k, self.min_tokens, self.logprobs = zeros(np.int32), zeros(np.int32), zeros(np.int32)
-        self.penalised, self.biased, self.special = zeros(bool), zeros(bool), zeros(bool)
+        self.flags = zeros(np.uint8)
         self.charged, self.handle, self.generation = zeros(np.int32), zeros(np.int32), zeros(np.uint32)
         self.owner = np.full(seqs, None, object)
-        self.logprobs[0], self.top_p[0] = -1, 1         # slot 0 stands for rows that sample nothing
+        self.logprobs[0], self.top_p[0], self.repetition[0] = -1, 1, 1  # for rows that sample nothing
         self._free = list(range(seqs - 1, 0, -1))
-        self._stops = np.zeros(vocab_size, np.int32)  # for each token, how many rows it would stop
+        self._stops = np.zeros(vocab_size, np.int32)    # for each token, how many rows it would stop
+        self._stopping = np.zeros(vocab_size, bool)     # whether it is any
 
     @property
     def free(self) -> int:
@@ -72,23 +85,27 @@ class RequestTable:
         self.last[slot] = ids[-1]
         self.prompt_len[slot], self.end[slot] = request.prompt_len, request.prompt_len + request.limit
         self.computed[slot] = self.page_count[slot] = self.tree_pages[slot] = 0
-        self.seed[slot] = np.uint64((params.seed or 0) & 0xFFFFFFFFFFFFFFFF)
-        self.temperature[slot], self.top_k[slot], self.top_p[slot] = params.temperature, params.top_k, params.top_p
-        self.min_p[slot], self.min_tokens[slot] = params.min_p, params.min_tokens
+        self.seed[slot] = mixed(np.array([(params.seed or 0) & 0xFFFFFFFFFFFFFFFF], np.uint64))[0]
+        drawn = params.temperature >= GREEDY
+        self.temperature[slot], self.top_k[slot] = params.temperature if drawn else 0, params.top_k
+        self.top_p[slot], self.min_p[slot], self.min_tokens[slot] = params.top_p, params.min_p, params.min_tokens
         self.logprobs[slot] = -1 if params.logprobs is None else params.logprobs
-        self.penalised[slot] = request.history is not None
-        if request.history is not None:
-            self.repetition[slot], self.presence[slot] = params.repetition_penalty, params.presence_penalty
-            self.frequency[slot] = params.frequency_penalty
-        self.biased[slot] = bool(params.logit_bias)
-        self.special[slot] = params.logprobs is not None or request.history is not None
+        self.repetition[slot], self.presence[slot] = params.repetition_penalty, params.presence_penalty
+        self.frequency[slot] = params.frequency_penalty
+        asks = ((DRAWN, drawn), (TOP_K, drawn and params.top_k), (TOP_P, drawn and params.top_p < 1),
+                (MIN_P, drawn and params.min_p), (PENALISED, request.history), (BIASED, params.logit_bias),
+                (MIN_TOKENS, params.min_tokens), (SCORED, params.logprobs is not None))
+        self.flags[slot] = sum(bit for bit, asked in asks if asked)
         self.handle[slot], self.owner[slot] = request.handle, request
         self._stops[request.ban_ids] += 1
+        self._stopping[request.ban_ids] = True
         return slot
 
     def give_back(self, slot: int) -> None:
         """The slot is free again."""
-        self._stops[self.owner[slot].ban_ids] -= 1
+        stops = self.owner[slot].ban_ids
+        self._stops[stops] -= 1
+        self._stopping[stops] = self._stops[stops] > 0
         self.pages[slot, :self.page_count[slot]] = 0
         self.length[slot] = self.known[slot] = self.computed[slot] = self.page_count[slot] = 0
         self.owner[slot] = None
@@ -97,4 +114,4 @@ class RequestTable:
 
     def may_stop(self, tokens: np.ndarray) -> np.ndarray:
         """Which of these tokens end some running request, not necessarily the one that drew it: bool [n]."""
-        return self._stops.take(tokens, mode="clip") > 0
+        return self._stopping.take(tokens, mode="clip")

@@ -1,0 +1,54 @@
+"""The requests that wait, as many as there is room for."""
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from ..errors import Overloaded
+from .admission import Limits
+from .policy import SchedulePolicy
+from .request import Request
+
+MOST_WAIT = 60.0  # seconds after which a refused client may always ask again
+
+
+class Waiting:
+    """An ordered set, as they came; in which order they leave is the policy's business. tokens: of all of them.
+
+    A waiting request costs its packed prompt and under 2 KB: what a running one needs is made when it is admitted.
+    """
+
+    def __init__(self, limits: Limits, policy: SchedulePolicy):
+        self._limits, self._policy = limits, policy
+        self._requests: dict[Request, None] = {}
+        self.tokens = 0
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._requests)
+
+    def add(self, request: Request) -> None:
+        self._requests[request] = None
+        self.tokens += request.known
+        self._policy.add(request)
+
+    def remove(self, request: Request) -> None:
+        del self._requests[request]
+        self.tokens -= request.known
+        self._policy.remove(request)
+
+    def check(self, free_slots: int, pace: float) -> None:
+        """Raises `Overloaded` unless one more may wait. pace: seconds for a prompt token, which tells when to ask
+        again."""
+        limits, queued = self._limits, len(self) - free_slots
+        if queued >= limits.max_queued:
+            what, flag = f"{queued} requests are waiting for a place, the limit is {limits.max_queued}", "requests"
+        elif len(self) and self.tokens >= limits.max_queued_tokens:
+            what = f"the waiting requests have {self.tokens} tokens, the limit is {limits.max_queued_tokens}"
+            flag = "tokens"
+        else:
+            return
+        raise Overloaded(f"{what}: try again later or raise --max-queued-{flag}",
+                         retry_after=min(MOST_WAIT, max(1.0, math.ceil(self.tokens * pace / 2))))
