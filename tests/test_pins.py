@@ -256,6 +256,11 @@ def test_a_wrong_pin_is_a_400(made, body, param):
     assert answer.status_code == 400 and answer.json()["error"]["param"] == param and not made.commands
 
 
+def test_a_session_with_too_long_a_name_is_a_400(made):
+    answer = made.http.post(f"/v1/sessions/{'x' * 257}/pin", json={"ttl": 5})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "session_id" and not made.commands
+
+
 def test_an_unknown_session_is_a_404(made):
     answer = made.http.post("/v1/sessions/unknown/pin", json={"ttl": 30})
     assert answer.status_code == 404 and answer.json()["error"]["code"] == "session_not_found"

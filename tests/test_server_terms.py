@@ -1,6 +1,9 @@
 """On whose behalf a request is served: tenants, cache domains, sessions and hints, from HTTP and from Python."""
 from __future__ import annotations
 
+import http.client
+import json
+
 import pytest
 from isthmus.core.api import Parameters
 from isthmus.core.errors import ConfigError, RequestError
@@ -10,7 +13,12 @@ from isthmus.core.server.limits import MAX_NEXT_WITHIN, MAX_SESSION, MAX_TTFT
 from isthmus.core.server.terms import Caller, Terms, caller_of, tenant_of, terms
 from starlette.testclient import TestClient
 
+from .checkpoints import tiny_llama_gguf
+from .effort import SOON
 from .fake_client import make_app
+from .test_cli_serve import Serving
+
+COST = 8  # seconds
 
 CHAT = ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2})
 COMPLETION = ("/v1/completions", {"prompt": "Hi", "max_tokens": 2})
@@ -139,6 +147,21 @@ def test_isolated_tenants_share_no_cache_domain(call):
     assert len(set(domains)) == 4 and b"" not in domains and domains[:2] == domains[4:]
     shared = make_app(server={"api_key": "one,two"})
     assert {post(call, shared, bearer(key))[1][-1].domain for key in ("one", "two")} == {b""}
+
+
+@pytest.mark.parametrize("isolation,other", [("none", True), ("key", False)])
+def test_a_real_server_keeps_tenants_apart_when_asked(tmp_path, isolation, other):
+    model = str(tiny_llama_gguf(tmp_path / "tiny.gguf"))
+    with Serving(model, "--in-process", "--api-key", "one,two", "--cache-isolation", isolation,
+                 temporary=tmp_path) as server:
+        def cached(key):
+            request = http.client.HTTPConnection(server.address, timeout=SOON)
+            request.request("POST", "/v1/completions", json.dumps({"prompt": "word " * 20, "max_tokens": 1}),
+                            {"Content-Type": "application/json", **bearer(key)})
+            return json.loads(request.getresponse().read())["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert cached("one") == 0
+        assert bool(cached("two")) is other
+        assert cached("one") > 0 and cached("two") > 0
 
 
 def test_isolation_without_keys_is_refused_at_the_start(monkeypatch):

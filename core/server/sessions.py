@@ -6,9 +6,11 @@ from starlette.responses import Response
 
 from ..errors import EngineDead, IsthmusError, RequestError
 from .context import Server
+from .limits import MAX_SESSION
 from .protocol import PinRequest, read
 from .stream import json_response
 from .terms import session_name
+from .validate import invalid
 
 
 async def pin(server: Server, request: Request) -> Response:
@@ -26,6 +28,8 @@ async def unpin(server: Server, request: Request) -> Response:
 
 async def _command(server: Server, request: Request, name: str, **arguments: float) -> dict[str, object]:
     session = request.path_params["id"]
+    if len(session) > MAX_SESSION:
+        raise invalid("session_id", f"has {len(session)} characters, at most {MAX_SESSION} are allowed")
     try:
         answer = await server.client.command(name, session=session_name(session, server.caller(request).tenant),
                                              **arguments)
