@@ -400,6 +400,25 @@ def test_a_server_streams_what_its_requests_leave(addresses, tmp_path, words):
         assert not subscriber.blocks
 
 
+def test_an_engine_that_is_started_anew_begins_the_stream_anew(addresses, tmp_path):
+    model = str(tiny_llama_gguf(tmp_path / "tiny.gguf"))
+    flags = ["--kv-events", addresses[0], "--kv-events-replay", addresses[1]]
+    with Serving(model, *flags, temporary=tmp_path) as server, Subscriber(*addresses) as subscriber:
+        def blocks():
+            body = {"prompt": "the quick brown fox jumps over the lazy dog " * 3, "max_tokens": 1}
+            while server.ask("POST", "/v1/completions", body).status != 200:
+                time.sleep(0.1)
+            subscriber.blocks = {}
+            batches = subscriber.replayed(0)
+            assert batches[0][0] == 0 and isinstance(decode(batches[0][1]).events[0], AllBlocksCleared)
+            for _, payload in batches:
+                subscriber.apply(payload)
+            return subscriber.blocks
+        first = dict(blocks())
+        next(child for child in server.children if "scheduler" in " ".join(child.cmdline())).kill()
+        assert blocks() == first and first
+
+
 def test_replay_without_events_is_refused():
     with pytest.raises(ConfigError, match="--kv-events-replay .* needs --kv-events"):
         EngineCore(Config(cache=CacheSettings(kv_events_replay="tcp://127.0.0.1:5558")))
