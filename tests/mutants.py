@@ -10,10 +10,6 @@ import textwrap
 from typing import Any, NamedTuple
 
 import pytest
-from isthmus.core.cache.eviction import LeastRecentlyUsed
-from isthmus.core.cache.manager import CacheManager
-from isthmus.core.cache.pool import PagePool
-from isthmus.core.cache.radix import Node, RadixTree
 from isthmus.core.scheduler import batch
 from isthmus.core.scheduler.request import History, Request
 from isthmus.core.scheduler.scheduler import Scheduler
@@ -43,43 +39,6 @@ class Mutant(NamedTuple):
         exec(code, function.__globals__, names)
         patch.setattr(self.owner, self.function, names[self.function])
 
-
-CACHE = [
-    Mutant("a page is handed out twice", PagePool, "alloc", "self._top -= count", "self._top -= max(1, count - 1)"),
-    Mutant("one page twice and another lost, sums right", PagePool, "alloc",
-           "self.owner[pages] = owner\n    return pages",
-           "self.owner[pages] = owner\n    return pages[[-1, *range(1, count)]]"),
-    Mutant("a release keeps the generation", PagePool, "release", "self.generation[pages] += 1", "pass"),
-    Mutant("a page is used after its release", PagePool, "_owned", "self.owner[pages] != owner", "pages < 0"),
-    Mutant("the generation is not compared", PagePool, "check", "if stale.any()", "if False"),
-    Mutant("a locked node is evicted", Node, "evictable", "and not self.locks", ""),
-    Mutant("a node with children is evicted", Node, "evictable", "and not self.children", ""),
-    Mutant("a split drops the protection", RadixTree, "_split", "1 if node.locks else 0", "0"),
-    Mutant("a split copies the lock count", RadixTree, "_split", "1 if node.locks else 0", "node.locks"),
-    Mutant("a split keeps the old key", RadixTree, "_split", "front.children[node.edge[:self.page_bytes]] = node",
-           "front.children[front.edge[:self.page_bytes]] = node"),
-    Mutant("unlock forgets the parent", RadixTree, "unlock", "if node.locks:\n            return", "return"),
-    Mutant("lock forgets the parent", RadixTree, "lock", "if node.locks > 1:\n            return", "return"),
-    Mutant("an unlocked leaf is not offered again", RadixTree, "unlock", "if not node.children:", "if False:"),
-    Mutant("an evicted leaf's parent is not offered", RadixTree, "_remove", "elif parent.evictable:", "elif False:"),
-    Mutant("a trimmed node keeps its edge", RadixTree, "evict", "node.edge[:keep * self.page_bytes]", "node.edge"),
-    Mutant("a trimmed node keeps the wrong end", RadixTree, "evict", "freed.append(node.pages[keep * ID_BYTES:])",
-           "freed.append(node.pages[:drop * ID_BYTES])"),
-    Mutant("a page in part equal counts as equal", RadixTree, "_shared_bytes", "first // self.page_size",
-           "-(-first // self.page_size)"),
-    Mutant("an empty domain stays", RadixTree, "_remove", "if not parent.children:", "if False:"),
-    Mutant("a compacted heap forgets a leaf", LeastRecentlyUsed, "add", "self._compact()", "self._heap.clear()"),
-    Mutant("every domain is one", CacheManager, "acquire", 'b"", domain)', 'b"", b"")'),
-    Mutant("acquire does not lock", CacheManager, "acquire", "self.tree.lock(node)", "pass"),
-    Mutant("duplicates are not released", CacheManager, "commit", "self.pool.release(duplicates, owner)", "pass"),
-    Mutant("duplicates stay in the row", CacheManager, "commit",
-           "row[shared:found] = self.tree.path(new)[shared:found]", "pass"),
-    Mutant("the tree is given pages it has", CacheManager, "commit", "row[max(found, shared):full]",
-           "row[shared:full]"),
-    Mutant("commit keeps the old lock", CacheManager, "commit", "self.tree.unlock(node)", "pass"),
-    Mutant("flush leaks pages", CacheManager, "flush", "self.pool.release(dropped, TREE)", "pass"),
-    Mutant("eviction takes too few", CacheManager, "take", "self.tree.evict(short)", "self.tree.evict(short - 1)"),
-]
 
 SCHEDULER = [
     Mutant("two tokens share a slot", batch, "build_batch", "positions % np.int32(page_size)",

@@ -25,7 +25,7 @@ class CacheListener(Protocol):
         ...
 
     def removed(self, pages: bytes) -> None:
-        """These pages (int32 numbers) went out, tails before heads."""
+        """These pages (int32 numbers) went out, the last one first."""
         ...
 
     def cleared(self) -> None:

@@ -175,7 +175,11 @@ class RadixTree:
         self.protected -= pages
 
     def evict(self, count: int) -> np.ndarray:
-        """Drop up to `count` pages, tail pages of the least valuable unlocked leaves first: their numbers, int32."""
+        """Drop up to `count` pages, tail pages of the least valuable unlocked leaves first: their numbers, int32.
+
+        In reverse: the one that went first is last. So pages of a prompt stand in its order, and the last is the first
+        that `PagePool.release` has used again.
+        """
         freed, need, pop = [], count, self.pop
         while need > 0 and (node := pop()) is not None:
             keep = max(0, node.size - need)
@@ -191,6 +195,7 @@ class RadixTree:
                 freed.append(node.pages)
                 self._remove(node)
         self.evictable -= count - need
+        freed.reverse()
         dropped = b"".join(freed)
         if dropped and self.listener is not None:
             if self._roots:
@@ -231,6 +236,7 @@ class RadixTree:
             assert node.size == len(node.pages) // ID_BYTES > 0, f"{where}: it has {len(node.pages)} bytes of them"
             assert len(node.edge) == node.size * self.page_bytes, f"{where}: edge of {len(node.edge)} bytes"
             assert node.parent.children.get(node.edge[:self.page_bytes]) is node, f"{where}: not under its key"
+            assert node.last is None or node.last.parent is node, f"{where}: its last child is not its child"
             below = sum(1 for child in node.children.values() if child.locks)
             assert node.locks >= below, f"{where}: {node.locks} locks, {below} protected children"
             if node.locks:
@@ -257,7 +263,7 @@ class RadixTree:
         front = Node(node.edge[:at], node.pages[:cut], node.parent, node.stamp)
         front.locks = 1 if node.locks else 0
         front.hits, front.mark, front.turn = node.hits, node.mark, node.parent.turn
-        node.parent.children[front.edge[:self.page_bytes]] = node.parent.last = front
+        node.parent.children[front.edge[:self.page_bytes]] = front
         node.edge, node.pages, node.parent = node.edge[at:], node.pages[cut:], front
         node.size -= front.size
         front.children[node.edge[:self.page_bytes]] = front.last = node

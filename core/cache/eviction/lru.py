@@ -9,13 +9,13 @@ from .protocol import Unwatching
 
 
 class LeastRecentlyUsed(Unwatching):
-    """The leaf whose last use is longest ago. Leaves stand in order of use, each with the stamp that it came with, so
-    that a use and an eviction cost the same however many there are. A node that is a leaf because its children are gone
-    belongs somewhere in the middle, and waits in a heap. Neither ever holds more than the tree has nodes."""
+    """The leaf whose last use is longest ago. Leaves stand in order of use, so that a use and an eviction cost the same
+    however many there are. A node that is a leaf because its children are gone belongs somewhere in the middle, and
+    waits in a heap. Neither ever holds more than the tree has nodes."""
 
     def __init__(self, capacity: int):
         super().__init__(capacity)
-        self._order: OrderedDict[Node, int] = OrderedDict()
+        self._order: OrderedDict[Node, None] = OrderedDict()
         self._bared: list[tuple[int, int, Node]] = []
         self._newest = 0
 
@@ -23,7 +23,7 @@ class LeastRecentlyUsed(Unwatching):
         stamp = node.stamp
         if stamp >= self._newest:
             self._newest = stamp
-            self._order[node] = stamp
+            self._order[node] = None
             self._order.move_to_end(node)
         elif not node.queued:
             node.queued = True
@@ -37,9 +37,6 @@ class LeastRecentlyUsed(Unwatching):
             node = next(iter(order))
             if node.children or node.locks or node.parent is None:  # what `evictable` says
                 del order[node]
-            elif order[node] != node.stamp:  # used since, while it had children
-                del order[node]
-                self.add(node)
             elif bared and bared[0][0] < node.stamp:
                 break
             else:
