@@ -2,13 +2,15 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 
-from ..node import ID_BYTES, Node
+from ..node import Node
 
 
 class Ghost:
-    """Evicted pages that followed each other, told by the first one's tokens alone; `behind` are ghosts after them."""
+    """Evicted pages that followed each other, told by the first one's tokens alone; `behind` are ghosts after them.
+
+    again: they had been used again while they were cached, or were ghosts once before.
+    """
 
     __slots__ = ("key", "home", "pages", "hits", "turn", "mark", "behind")
 
@@ -17,58 +19,55 @@ class Ghost:
         self.hits, self.turn, self.mark = node.hits, node.turn, node.mark
         self.behind: dict[bytes, Ghost] | None = None
 
+    @property
+    def again(self) -> bool:
+        return self.hits > 0
+
 
 class Ghosts:
     """Ghosts hang where the tree would have their pages. The oldest are forgotten beyond `limit` pages.
 
-    forgotten: called with each that is.
+    pages: how many are remembered, of those used once and of those used again.
     """
 
-    def __init__(self, limit: int, forgotten: Callable[[Ghost], None] | None = None):
-        self.limit, self.pages, self._forgotten = limit, 0, forgotten
+    def __init__(self, limit: int):
+        self.limit, self.pages = limit, [0, 0]
         self._roots: dict[bytes, dict[bytes, Ghost]] = {}
         self._order: deque[Ghost] = deque()
 
     def bury(self, node: Node, keep: int) -> None:
         """The pages of the leaf after the first `keep` are evicted."""
-        size = len(node.pages) // ID_BYTES
+        size, behind = node.size, node.ghosts
         page_bytes = len(node.edge) // size
-        key, above = node.edge[keep * page_bytes:(keep + 1) * page_bytes], node if keep else node.parent
-        behind = node.ghosts
+        key = node.edge[keep * page_bytes:(keep + 1) * page_bytes]
         if keep:
             home = node.ghosts = {}
         else:
-            home, node.ghosts = self._home(above), None
+            home, node.ghosts = self._home(node.parent), None
         ghost = Ghost(key, home, size - keep, node)
-        if behind:
-            last = next(iter(behind.values()))
-            if len(behind) == 1 and last.mark == ghost.mark and last.hits == ghost.hits:
-                ghost.pages, behind = ghost.pages + last.pages, last.behind
-                ghost.turn = last.turn
-                self.pages -= last.pages
+        self.pages[ghost.again] += ghost.pages
+        if behind and len(behind) == 1:
+            (last,) = behind.values()
+            if last.mark == ghost.mark and last.hits == ghost.hits:  # trimmed off the same node just before
+                ghost.pages, ghost.turn, behind = ghost.pages + last.pages, last.turn, last.behind
                 last.pages = 0
-        ghost.behind = behind
+        ghost.behind = behind or None
         if key in home:
-            self.pages -= home[key].pages
+            self._leave(home[key])
         home[key] = ghost
         self._order.append(ghost)
-        self.pages += ghost.pages
-        while self.pages > self.limit or len(self._order) > self.limit:
-            self._forget(self._order.popleft())
+        while sum(self.pages) > self.limit or len(self._order) > self.limit:
+            self._leave(self._order.popleft())
 
-    def raise_from(self, node: Node, rest: bytes, page_bytes: int) -> list[Ghost]:
-        """Ghosts of the tokens `rest` behind `node`, front to back; they are taken out, with their pages cut to it."""
+    def recall(self, node: Node, rest: bytes, page_bytes: int) -> list[Ghost]:
+        """Ghosts of the tokens `rest` behind `node`, front to back; they are forgotten. Their pages are cut to it."""
         found: list[Ghost] = []
         here, at = (self._roots.get(node.edge) if node.parent is None else node.ghosts), 0
-        while here:
-            ghost = here.pop(rest[at:at + page_bytes], None)
-            if ghost is None:
-                break
-            self.pages -= ghost.pages
-            pages, ghost.pages = min(ghost.pages, (len(rest) - at) // page_bytes), 0
-            ghost.home = {}
-            found.append(ghost)
+        while here and (ghost := here.get(rest[at:at + page_bytes])):
+            pages = min(ghost.pages, (len(rest) - at) // page_bytes)
+            self._leave(ghost)
             ghost.pages, here, at = pages, ghost.behind, at + pages * page_bytes
+            found.append(ghost)
         return found
 
     def _home(self, node: Node) -> dict[bytes, Ghost]:
@@ -78,9 +77,9 @@ class Ghosts:
             node.ghosts = {}
         return node.ghosts
 
-    def _forget(self, ghost: Ghost) -> None:
+    def _leave(self, ghost: Ghost) -> None:
+        """Take a ghost out, if it is still there. Those behind it go when their turn comes."""
         if ghost.home.get(ghost.key) is ghost:
             del ghost.home[ghost.key]
-            self.pages -= ghost.pages
-            if self._forgotten:
-                self._forgotten(ghost)
+            self.pages[ghost.again] -= ghost.pages
+            ghost.pages = 0

@@ -5,17 +5,19 @@ from bisect import bisect_right
 from heapq import heapify, heappop, heappush
 
 from ...messages import CacheHint
-from ..node import ID_BYTES, Node
+from ..node import Node
 from .ghosts import Ghosts
 from .protocol import Use
-from .reuse import BINS, EDGES, RING, ReuseModel, group
+from .reuse import BINS, DECAY, EDGES, RING, ReuseModel, group
+from .shadow import LruShadow
 
 REBUILD = 100          # uses between two looks at what was learned
 REMEMBERED = 4         # pages of ghosts, in caches
-TURNS = 3              # kinds of requests by turns of a conversation: at most one cached, two, more
+TURNS = 4              # kinds of requests by turns of a conversation: at most one cached, two, three, more
 WITHIN = (10.0, 60.0, 600.0)  # seconds, between the kinds of requests whose next use is announced
 NONE, ENDS, SINGLE, SOON = 0, 1, 2, 3
 HINTS = SOON + len(WITHIN) + 1
+BEHIND, LEVEL = 0.02, 0.01    # shares of the pages asked for: further behind LRU it is LRU, until it is level
 _EDGES = EDGES[1:BINS].tolist()
 
 
@@ -32,52 +34,65 @@ def hint_kind(hint: CacheHint | None) -> int:
 
 class Learned:
     """By class of pages (how often used again, turn of the conversation, hint of the last request) the least
-    recently used leaf, and among these the one with the least index at its age."""
+    recently used leaf, and among these the one whose index at its age is least.
+
+    Until a class has data it is like all others, and before there is any the order is LRU's. So it is while LRU, which
+    is followed beside, would have had more hits of late.
+    """
 
     watches = True
 
     def __init__(self, capacity: int):
-        self.capacity, self.now = capacity, 0.0
-        self.model = ReuseModel(TURNS * HINTS)
+        self.capacity = capacity
+        self.model, self.shadow = ReuseModel(TURNS * HINTS), LruShadow()
         self.ghosts = Ghosts(REMEMBERED * capacity)
+        self.plain = False                  # LRU for now
+        self._asked = self._behind = 0.0    # pages: asked for of late, and how many more of them LRU would have had
         self._index: list[list[float]] = self.model.index.tolist()
         self._heaps: dict[int, list[tuple[int, int, Node]]] = {}
         self._entries, self._limit = 0, 1024
-        self._time, self._kind = [0.0] * RING, [0] * RING
-        self._used, self._learned = 0, 0
+        self._kind = [0] * RING
+        self._used = self._learned = 0
         self._events: list[int] = []
-        self._page_bytes = 0
+        self._cached = self._page_bytes = 0
 
     def tick(self, now: float) -> None:
-        self.now = now
         if self._used - self._learned >= REBUILD:
             self._learn()
 
     def use(self, node: Node, depth: int, rest: bytes, hint: CacheHint | None, priority: int) -> Use:
         self._used = number = self._used + 1
-        events, turn, seam, hits = self._events, node.turn, depth, 0
-        for ghost in self.ghosts.raise_from(node, rest, self._page_bytes):
+        events, shadow, turn, seam, hits, lost = self._events, self.shadow, node.turn, depth, 0, 0.0
+        shadow.begin(number)
+        for ghost in self.ghosts.recall(node, rest, self._page_bytes):
             events += (ghost.mark, ghost.hits + 1, ghost.pages, -number)
             seam, hits = seam + ghost.pages, ghost.hits + 1
+            lost += shadow.gone(ghost.mark, ghost.pages)
         while node.parent is not None:
+            size, mark = node.size, node.mark
             node.hits += 1
-            events += (node.mark, node.hits, len(node.pages) // ID_BYTES, number)
+            events += (mark, node.hits, size, number)
+            lost += shadow.moved(mark, size) - size
             node.mark, node = number, node.parent
-        self._time[number % RING] = self.now
+        self._behind += lost
+        self._asked += depth + (len(rest) // self._page_bytes if self._page_bytes else 0)
         self._kind[number % RING] = min(max(turn - 1, 0), TURNS - 1) * HINTS + hint_kind(hint)
         return Use(number, seam, hits)
 
     def grow(self, node: Node, end: int, use: Use) -> None:
+        size = node.size
         node.mark, node.hits = use.number, use.hits if end <= use.seam else 0
-        size = len(node.pages) // ID_BYTES
         self._page_bytes = len(node.edge) // size
+        self._cached += size
         self._events += (0, node.hits, size, use.number)
+        self.shadow.grew(use.number, size, self._cached)
 
     def end(self, node: Node, use: Use) -> None:
         if node.parent is not None and node.turn == node.parent.turn:
             node.turn += 1
 
     def drop(self, node: Node, keep: int) -> None:
+        self._cached -= node.size - keep
         self.ghosts.bury(node, keep)
         if keep:
             node.turn = node.parent.turn
@@ -98,9 +113,9 @@ class Learned:
             while heap:
                 mark, _, node = heap[0]
                 if mark == node.mark and node.evictable:
-                    index = self._index[kind][bisect_right(_EDGES, self.now - self._time[mark % RING])]
-                    if best is None or index < least or index == least and mark < oldest:
-                        best, least, oldest = heap, index, mark
+                    worth = 0.0 if self.plain else self._index[kind][bisect_right(_EDGES, self._used - mark)]
+                    if best is None or worth < least or worth == least and mark < oldest:
+                        best, least, oldest = heap, worth, mark
                     break
                 heappop(heap)
                 self._entries -= 1
@@ -117,7 +132,10 @@ class Learned:
         self._limit = 1024 + 2 * self._entries
 
     def _learn(self) -> None:
-        slots = [n % RING for n in range(self._learned + 1, self._used + 1)]
-        self.model.learn([self._time[s] for s in slots], [self._kind[s] for s in slots], self._events, self.now)
+        kinds = [self._kind[n % RING] for n in range(self._learned + 1, self._used + 1)]
+        self.model.learn(kinds, self._events)
         self._learned, self._events = self._used, []
         self._index = self.model.index.tolist()
+        self.plain = self._behind > (LEVEL if self.plain else BEHIND) * self._asked
+        self._behind *= DECAY
+        self._asked *= DECAY

@@ -11,7 +11,7 @@ from ..node import Node
 class Use:
     """One request's use of its prefix, made by `EvictionPolicy.use` and handed back with what the request adds.
 
-    number: grows with every use. hits: what `Node.hits` of added pages starts at, as far as they were cached once.
+    number: the policy's, kept as the mark of what the request adds. hits: what `Node.hits` of added pages starts at, as far as they were cached once.
     seam: pages of the prompt, from its start, that are or were cached; an added node does not reach across it.
     """
 
