@@ -1,9 +1,9 @@
 """Compile the shared Triton kernels for Intel's Max GPUs, with no GPU: `python ci/xpu_aot.py --ocloc auto`.
 
 Needs an environment of its own with torch and `triton-xpu` (it installs as `triton`; 3.3.0b1 of March 2025 is what
-there is to install, so a kernel that needs a later Triton fails here and is listed). Each configuration that the xpu
-platform runs becomes SPIR-V and, where Intel's offline compiler `ocloc` is installed (Debian: intel-opencl-icd),
-code of Ponte Vecchio with its report of spills. Results are kept under --cache and recorded in ci/xpu_aot.json.
+there is to install). Each configuration that the xpu platform runs becomes SPIR-V and, where Intel's offline compiler
+`ocloc` is installed (Debian: intel-opencl-icd), code of Ponte Vecchio. A spill, or what does not compile, fails; what
+the platform does not choose is listed with the reason. Results are kept under --cache, and go to ci/xpu_aot.json.
 """
 from __future__ import annotations
 
@@ -44,16 +44,18 @@ MATRIX = re.compile(r"SubgroupMatrixMultiplyAccumulate|matrix_mad|__spirv_\w*dpa
 
 
 def specializations(module: str) -> dict[str, Any]:
-    """Those that the platform runs, by name: no products in fp8 and int8, since activations stay in 16 bits there."""
+    """All of them by name, with the tiles that the platform chooses."""
     os.environ["TRITON_INTERPRET"] = "0"
     importlib.import_module(f"{triton_aot.PACKAGE}.launch").TARGETS = (FAMILY,)  # before the modules that read it
     stand_in()
-    found = triton_aot.specializations(module)
-    return {name: spec for name, spec in found.items() if spec.reason(FAMILY) is None and not narrow(spec)}
+    return triton_aot.specializations(module)
 
 
-def narrow(spec: Any) -> bool:
-    return any("fp8" in kind for kind in spec.signature.values()) or spec.constants.get("KIND") == "int8"
+def unchosen(spec: Any) -> str | None:
+    """Why the platform does not run it, or None."""
+    if any("fp8" in kind for kind in spec.signature.values()) or spec.constants.get("KIND") == "int8":
+        return "activations stay in 16 bits, and fp8 is decoded by integers"
+    return spec.reason(FAMILY)
 
 
 def stand_in() -> None:
@@ -134,6 +136,8 @@ def to_native(ocloc: str, folder: Path) -> dict[str, Any]:
 
 
 def complaint(result: dict[str, Any]) -> str | None:
+    if "unchosen" in result:
+        return None
     if "error" in result or "native_error" in result:
         return result.get("error") or f"ocloc: {result['native_error']}"
     if result["shared"] > LOCAL:
@@ -144,10 +148,14 @@ def complaint(result: dict[str, Any]) -> str | None:
 def run(names: list[str], match: str, cache: Path, ocloc: str, workers: int, seconds: float) -> dict[str, Any]:
     """Modules -> configurations -> results; what was not reached in time is {"error"} too."""
     cache.mkdir(parents=True, exist_ok=True)
-    jobs = [(module, name) for module in names for name in specializations(module) if match in name]
+    jobs = []
     found: dict[str, Any] = {module: {} for module in names}
-    for module, name in jobs:
-        found[module][name] = {"error": "not reached in the time given"}
+    for module in names:
+        for name, spec in specializations(module).items():
+            why = unchosen(spec)
+            found[module][name] = {"unchosen": why} if why else {"error": "not reached in the time given"}
+            if why is None and match in name:
+                jobs.append((module, name))
     started = time.monotonic()
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
         futures = {pool.submit(compile_one, *job, str(cache), ocloc): job for job in jobs}
@@ -175,8 +183,8 @@ def main(argv: list[str]) -> int:
     import triton
     modules = triton_aot.modules()
     results = run(given.only or list(modules), given.match, given.cache, ocloc, given.jobs, given.seconds)
-    counts = Counter("compiled" if complaint(r) is None else "spill" if r.get("spills") else "not compiled"
-                     for part in results.values() for r in part.values())
+    counts = Counter("not chosen" if "unchosen" in r else "compiled" if complaint(r) is None else "spill"
+                     if r.get("spills") else "not compiled" for part in results.values() for r in part.values())
     print(dict(counts))
     if not given.match and not given.only:
         TABLE.write_text(json.dumps({
@@ -184,7 +192,7 @@ def main(argv: list[str]) -> int:
             "ocloc": ocloc_version(ocloc), "counts": dict(counts),
             "modules": {name: {"source": modules[name], "kernels": part} for name, part in sorted(results.items())},
         }, indent=1) + "\n", "utf-8")
-    return 0
+    return 1 if counts["spill"] or counts["not compiled"] and not given.match else 0
 
 
 def ocloc_version(ocloc: str) -> str | None:

@@ -104,11 +104,12 @@ def refusal_of(q: str, kv: str, width: int) -> Callable[[str], str | None]:
 
 def per_tile(make: Callable[[Tile], Specialization], tile_of: Callable[[str], Tile],
              refuse: Callable[[str], str | None]) -> list[Specialization]:
-    """`make` for each tile that the device families choose, each to be compiled for the families that choose it."""
+    """`make` for each tile that the device families choose, each to be compiled for the families that choose it; where
+    all refuse, one that says so."""
     refused = {family: why for family in TARGETS if (why := refuse(family)) is not None}
     tiles = {family: tile_of(family) for family in TARGETS if family not in refused}
     found = []
-    for tile in dict.fromkeys(tiles.values()):
+    for tile in dict.fromkeys(tiles.values() or [tile_of(TARGETS[0])]):
         others = {family: f"its tile is {other.label}" for family, other in tiles.items() if other != tile}
         made = make(tile)
         found.append(Specialization(made.name, made.kernel, made.signature, made.constants, tile.warps, tile.stages,

@@ -78,8 +78,13 @@ def _small(family: str) -> bool:
 
 
 def _step(kind: str, family: str) -> int:
-    """128 bytes of a row; 64 values where the compute units' shared memory is small."""
-    return 64 if kind == "dense" or (kind in PLAIN and family.startswith("gfx")) else 128
+    """128 bytes of a row; 64 values where the compute units' shared memory, or Intel's registers, are small."""
+    return 64 if kind == "dense" or (kind in PLAIN and (family.startswith("gfx") or is_intel(family))) else 128
+
+
+def _many(family: str) -> int:
+    """Warps of a tile of more than 16 tokens where tiles are small; Intel's spill with 8."""
+    return 16 if is_intel(family) else 8
 
 
 WEIGHT_ONLY = ("fp8_weight", "fp8_block_weight", "affine4", "affine8", "mxfp4", "nvfp4")
@@ -101,7 +106,7 @@ def _few(kind: str, across: int, family: str) -> tuple[int, int]:
             return 128, 4
         if across == 16 and family == "sm_90":
             return 128, 2 if kind == "affine4" else 4
-    return 64, 8 if _small(family) and across == 32 else 4
+    return 64, _many(family) if _small(family) and across == 32 else 4
 
 
 def _splits(programs: int, steps: int, most: int, units: int) -> int:
@@ -129,7 +134,7 @@ def linear_tile(kind: str, tokens: int, width: int, rows: int, family: str = "sm
         splits = _splits(programs, triton.cdiv(width, step), max(1, min(16, width // 512)), units)
         return Tile(tall, across, step, splits, warps, _stages(family, deep=across < 64))
     if _small(family):
-        return Tile(64, 64 if kind in PLAIN else 32, step, 1, 8, 2)
+        return Tile(64, 64 if kind in PLAIN else 32, step, 1, _many(family), 2)
     # The other kinds add up a group by itself beside the result: 128 x 128 of both do not fit the registers.
     large = triton.cdiv(rows, 128) * triton.cdiv(tokens, 128) >= units and kind in PLAIN
     return Tile(128, 128 if large else 64, step, 1, 8, _stages(family, deep=False))
@@ -143,7 +148,8 @@ def grouped_tile(kind: str, tokens: int, top_k: int, experts: int, family: str =
     if across == 128 and kind not in PLAIN:
         across = 64
     if _small(family):
-        return Tile(64, min(across, 64 if kind in PLAIN else 32), step, 1, 4 if across < 32 else 8, 2)
+        return Tile(64, min(across, 64 if kind in PLAIN else 32), step, 1,
+                    4 if across < 32 else _many(family), 2)
     if across <= 32:
         tall, warps = _few(kind, across, family)
         return Tile(tall, across, step, 1, warps, _stages(family, deep=True))

@@ -12,6 +12,7 @@ import triton.language as tl
 
 from .fp8 import encode
 from .launch import Specialization, launch
+from .tiles import INTEL
 
 MAX_WIDTH = 32768  # elements of a row that one program keeps in registers
 QUANTIZED = {torch.int8: ("int8", 127.0), torch.float8_e4m3fn: ("e4m3", 448.0), torch.float8_e5m2: ("e5m2", 57344.0),
@@ -122,5 +123,6 @@ def specializations() -> list[Specialization]:
              "x_row": "i32:16", "x_head": "i32:16", "residual_row": "i32:16", "eps": "fp32"},
             {"ROWS": rows, "BLOCK": block, "KIND": kind, "LIMIT": limits.get(kind, 1.0), "LEAST": SMALLEST_SCALE,
              **({} if residual else {"residual": None, "total": None}), **({} if kind else {"scales": None})},
-            warps=warps))
+            warps=warps, unsupported=dict.fromkeys(INTEL, "spills, and nothing there adds a residual to so wide a row")
+            if residual and width > 8192 else {}))
     return found

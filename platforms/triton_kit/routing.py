@@ -203,6 +203,11 @@ def most_blocks(entries: int, experts: int, block: int) -> int:
     return (entries + min(entries, experts) * (block - 1)) // block
 
 
+def place_warps(experts: int) -> int:
+    """Warps of `place_kernel`; with 8, tables of 512 experts do not fit the registers of Intel's devices."""
+    return 16 if experts > 256 else 8
+
+
 def sort_by_expert(ids: torch.Tensor, experts: int, block: int, expert_map: torch.Tensor | None = None) -> Sorted:
     """Sort the choices ids [T, top_k] int32 (contiguous) by expert, in blocks of `block` (a power of two).
 
@@ -230,7 +235,8 @@ def sort_by_expert(ids: torch.Tensor, experts: int, block: int, expert_map: torc
         launch(count_kernel, (chunks,), ids, expert_map, counts, entries, CHUNK=chunk, STEP=step, EXPERTS=padded,
                num_warps=8)
     launch(place_kernel, (chunks,), ids, expert_map, counts, out.order, out.counts, out.offsets, out.experts, entries,
-           experts, blocks, BLOCK=block, CHUNK=chunk, STEP=step, EXPERTS=padded, ROWS=ROWS, num_warps=8)
+           experts, blocks, BLOCK=block, CHUNK=chunk, STEP=step, EXPERTS=padded, ROWS=ROWS,
+           num_warps=place_warps(padded))
     return out
 
 
@@ -256,8 +262,9 @@ def specializations() -> list[Specialization]:
         found.append(Specialization(f"count {name}", count_kernel, counting | {"counts_ptr": "*i32:16"},
                                     sizes | {"CHUNK": 1024}, 8))
         found += [Specialization(f"place {name} one chunk blocks of {block}", place_kernel, placing,
-                                 sizes | {"BLOCK": block, "CHUNK": 256, "ROWS": ROWS, "chunk_counts_ptr": None}, 8)
+                                 sizes | {"BLOCK": block, "CHUNK": 256, "ROWS": ROWS, "chunk_counts_ptr": None},
+                                 place_warps(experts))
                   for block in (8, 16)]
         found.append(Specialization(f"place {name}", place_kernel, placing | {"chunk_counts_ptr": "*i32:16"},
-                                    sizes | {"BLOCK": 128, "CHUNK": 1024, "ROWS": ROWS}, 8))
+                                    sizes | {"BLOCK": 128, "CHUNK": 1024, "ROWS": ROWS}, place_warps(experts)))
     return found

@@ -40,7 +40,7 @@ def is_amd(family: str) -> bool:
 
 def is_intel(family: str) -> bool:
     """Pages are read through one pointer for each element, which fill the registers first: blocks of 16 tokens, many
-    warps. Tuned by what Intel's offline compiler spills, not by time."""
+    warps, and no wide heads (`refusal`). Tuned by what Intel's offline compiler spills, not by time."""
     return family in INTEL
 
 
@@ -54,6 +54,8 @@ def refusal(family: str, head_dim: int, element_bytes: int, stored_bytes: int = 
 
     element_bytes: of q.  stored_bytes: of K and V.  For MLA head_dim is the latent's width.
     """
+    if is_intel(family) and head_dim > (128 if min(element_bytes, stored_bytes) == 4 else 64):
+        return f"pointers to a page's heads of {head_dim} numbers do not fit the registers of {family}"
     if is_rdna(family) and element_bytes == 4:
         return f"{family} has no matrix unit for float32: the operands would not fit the registers"
     if head_dim > 256 and is_rdna(family) or head_dim > 128 and family.startswith("gfx11"):
@@ -92,7 +94,7 @@ def decode_tile(family: str, group: int, queries: int, head_dim: int, element_by
     """
     width = max(16, triton.next_power_of_2(head_dim))
     if is_intel(family):
-        return Tile(packed_rows(group, queries, 32), 16, 16, 2)
+        return Tile(packed_rows(group, queries, 32), 16, 8 if width > 64 else 16, 2)
     if is_rdna(family):
         ahead = width <= 128 and element_bytes > 1  # registers left for K and V of the next block
         return Tile(packed_rows(group, queries, 32), 32 if width <= 64 else 16, 4, 2 if ahead else 1)
@@ -110,7 +112,7 @@ def ragged_tile(family: str, head_dim: int, element_bytes: int, stored_bytes: in
     """
     width = max(16, triton.next_power_of_2(head_dim))
     if is_intel(family):
-        return Tile(64 if width <= 128 and element_bytes < 4 else 32, 16, 16, 2)
+        return Tile(64 if element_bytes < 4 else 32, 16, 16, 2)
     if element_bytes == 4:
         return Tile(32 if width <= 128 else 16, 16, 4, 2)
     if is_rdna(family):
@@ -129,8 +131,6 @@ def ragged_tile(family: str, head_dim: int, element_bytes: int, stored_bytes: in
 
 def latent_tile(family: str, heads: int, element_bytes: int) -> Tile:
     """Tile for MLA: the accumulator is rows x 512, and K and V are the same 576 numbers a token."""
-    if is_intel(family):
-        return Tile(16, 16, 16, 1)
     rows = packed_rows(heads, 1, 16 if is_amd(family) or element_bytes == 4 else 32)
     keys = 32 if element_bytes == 2 and shared_budget(family) >= 64 * 1024 else 16
     return Tile(rows, keys, 4 if rows == 16 else 8, 1 if is_amd(family) else DOUBLE)
