@@ -13,7 +13,8 @@ from isthmus.core.cache.manager import CacheManager
 from isthmus.core.cache.pins import SESSIONS, SWEEP, depth
 from isthmus.core.config import CacheSettings, Config
 from isthmus.core.errors import RequestError
-from isthmus.core.messages import CacheHint
+from isthmus.core.messages import CacheHint, SamplingParams, Submit, pack_ids
+from isthmus.core.recording.rerun import rerun
 from isthmus.core.server.limits import MAX_PIN
 from starlette.testclient import TestClient
 
@@ -21,9 +22,10 @@ from .cache_machine import CacheMachine
 from .checkpoints import tiny_llama_gguf
 from .fake_client import make_app
 from .test_cli_serve import Serving
+from .test_recording import DECIDED, make
 
 POLICIES = ("lru", "learned")
-COST = 10  # seconds
+COST = 20  # seconds
 
 
 class Run:
@@ -223,6 +225,26 @@ class PinMachine(CacheMachine):
 
 TestPins = PinMachine.TestCase
 TestPins.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+
+
+def test_a_rerun_pins_what_was_pinned(tmp_path):
+    engine = make(tmp_path / "a")
+    for i in range(40):
+        prompt = [i % 8, *range(38 + i % 3)]
+        engine.submit(Submit(f"r{i}", pack_ids(prompt), SamplingParams(max_tokens=4), hint=CacheHint(f"s{i % 6}")))
+        while engine.has_work:
+            engine.step()
+        if i % 5 == 2:
+            engine.command("pin", session=f"s{i % 6}", ttl=60.0)
+        if i == 20:
+            engine.command("unpin", session="s1")
+            with pytest.raises(RequestError):
+                engine.command("pin", session="unknown", ttl=1.0)
+    engine.close()
+    stats, outcome = engine.stats(), rerun(tmp_path / "a", verify=True)
+    names = (*DECIDED, "pins", "pages_pinned")
+    assert not outcome.broken and {name: outcome.stats[name] for name in names} == {name: stats[name] for name in names}
+    assert stats["pins"] > 0 and stats["evicted_pages"] > 0
 
 
 # ---- over HTTP
