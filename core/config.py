@@ -100,8 +100,13 @@ class SchedulerSettings:
                                        most=1_000_000)
     chunked_prefill_size: int = setting(512, "prompt tokens computed in one step at most", least=1,
                                         most=131_072)
-    schedule_policy: str = setting("lpm", "order of waiting requests: lpm (longest cached prefix first) or fcfs",
+    max_queued_tokens: int = setting(2**23, "tokens of waiting requests; once there are so many, a further request is "
+                                     "answered 429", least=1)
+    schedule_policy: str = setting("lpm", "order of waiting requests: lpm (longest cached prefix first), fcfs, "
+                                   "shortest-first, priority, fair (by tenant), deadline or dfs-weight",
                                    choices=_schedule_policies)
+    itl_target: float = setting(0.0, "milliseconds between tokens at most: prompts are computed in pieces so small that "
+                                "a step ends in time; 0 = no limit", least=0)
     overlap: bool = setting(True, "plan the next step while the device computes the current one")
     waiting_timeout: float = setting(600.0, "a request that waits longer is answered 503", unit="seconds", least=0)
     running_timeout: float = setting(3600.0, "a request that runs longer is ended", unit="seconds", least=0)

@@ -364,6 +364,7 @@ def _limits(config: Config, loaded: startup.Loaded) -> Limits:
     s, sizes, model, manifest = config.scheduler, loaded.sizes, loaded.model.config, loaded.manifest
     return Limits(sizes.max_running, s.max_queued_requests, sizes.chunk, sizes.page_size, sizes.max_model_len,
                   model.vocab_size, model.eos_ids, max_top_logprobs=manifest.max_top_logprobs,
+                  max_queued_tokens=s.max_queued_tokens, itl_target=s.itl_target / 1e3,
                   waiting_timeout=s.waiting_timeout, running_timeout=s.running_timeout, platform=manifest.name,
                   lacks=missing_features(loaded.platform, manifest))
 

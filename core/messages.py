@@ -123,7 +123,7 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
     handle: the request's short name in `TokenOutputs` from its first output on, else -1.
     prompt_tokens and cached_tokens (those whose K and V came from the cache) are set on the first output.
     prompt_logprobs: of prompt tokens 1..n-1 (the first has none), on the first output, if asked.
-    error, status, code, param: what `RequestError` carries, when finish is "error".
+    error, status, code, param, retry_after: what `RequestError` carries, when finish is "error".
     Every submitted request gets exactly one output with a finish, also when it is aborted.
     """
 
@@ -139,12 +139,14 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
     status: int = 500
     code: str | None = None
     param: str | None = None
+    retry_after: float = 0.0
     handle: int = -1
 
 
 def refused(id: str, error: RequestError) -> TokenOutput:
     """The output that ends request `id` with `error`."""
-    return TokenOutput(id, b"", "error", error=error.message, status=error.status, code=error.code, param=error.param)
+    return TokenOutput(id, b"", "error", error=error.message, status=error.status, code=error.code, param=error.param,
+                       retry_after=error.retry_after or 0.0)
 
 
 class TokenOutputs(msgspec.Struct, frozen=True, tag=True):
@@ -195,12 +197,13 @@ class TextOutput(msgspec.Struct, frozen=True, array_like=True):
     status: int = 500
     code: str | None = None
     param: str | None = None
+    retry_after: float = 0.0
 
 
 def request_error(output: TextOutput) -> RequestError:
     """The error that an output with finish "error" stands for."""
     if output.status in (429, 503):
-        return Overloaded(output.error, status=output.status)
+        return Overloaded(output.error, status=output.status, retry_after=output.retry_after or 1.0)
     kind = "invalid_request_error" if output.status < 500 else "server_error"
     return RequestError(output.error, status=output.status, code=output.code, param=output.param, kind=kind)
 

@@ -41,8 +41,12 @@ class Mutant(NamedTuple):
 
 
 SCHEDULER = [
-    Mutant("two tokens share a slot", batch, "build_batch", "positions % np.int32(page_size)",
-           "positions % np.int32(page_size) // 2"),
+    Mutant("two tokens share a slot", batch, "build_batch", "last % np.int32(page_size)",
+           "last % np.int32(page_size) // 2"),
+    Mutant("two tokens of a prompt share a slot", batch, "_chunk_slots", "+ np.arange(page_size)",
+           "+ np.arange(page_size) // 2"),
+    Mutant("a prompt is written one off", batch, "_chunk_slots",
+           "[start % page_size:start % page_size + stop - start]", "[:stop - start]"),
     Mutant("padding writes to a real slot", batch, "pad_batch", "grow(batch.slots, tokens)",
            "grow(batch.slots, tokens, 1)"),
     Mutant("a page leaks at the end", Scheduler, "_vacate", ":table.page_count[slot]].copy()",
@@ -58,7 +62,7 @@ SCHEDULER = [
     Mutant("pages not computed yet are cached", Scheduler, "_vacate",
            "int(min(table.computed[slot], table.known[slot]))", "int(table.known[slot])"),
     Mutant("catching up rewrites the tree's pages", Scheduler, "_catch_up",
-           "self.table.computed[request.slot] = cached", "pass", seed=31),
+           "self.table.computed[request.slot] = cached", "pass", seed=74),
     Mutant("the last prompt page is cached too early", Scheduler, "_chunk", "min(stop, known - 1)", "stop"),
     Mutant("an exact hit computes nothing", Scheduler, "_admit", "request.known - 1 if", "request.known if"),
     Mutant("scored prompts come from the cache", Scheduler, "_admit", "if not request.score else 0", ""),
@@ -87,7 +91,7 @@ SCHEDULER = [
     Mutant("penalties miss the output", Scheduler, "_append", "request.history.add(token)", "pass"),
     Mutant("penalties lose a new token", History, "add", "self.size += 1", "pass"),
     Mutant("stop ids are banned one token too long", batch, "_bias", "< table.min_tokens[owners]",
-           "<= table.min_tokens[owners]"),
+           "<= table.min_tokens[owners]", seed=1),
     Mutant("logit bias reaches the wrong row", batch, "_bias", "Bias(np.repeat(rows, sizes)",
            "Bias(np.repeat(rows[:1], sum(sizes))"),
     Mutant("prompt tokens are scored one off", batch, "_logit_rows", "chunk.start + 1:chunk.start + 1 + chunk.scores]",
@@ -105,5 +109,5 @@ SCHEDULER = [
     Mutant("waiting requests never time out", Scheduler, "_expire", "late = [r for r in self._waiting",
            "late = [r for r in ()"),
     Mutant("retracted requests never time out", Scheduler, "_expire",
-           "[*self._running.values(), *back]", "self._running.values()", seed=19),
+           "[*self._running.values(), *back]", "self._running.values()", seed=100),
 ]

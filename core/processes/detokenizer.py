@@ -71,7 +71,8 @@ class _Request:
             prompt_tokens=output.prompt_tokens, cached_tokens=output.cached_tokens, completion_tokens=self.count,
             logprobs=output.logprobs if used == len(ids) else first_logprobs(output.logprobs, used),
             prompt_logprobs=output.prompt_logprobs,
-            error=output.error, status=output.status, code=output.code, param=output.param)
+            error=output.error, status=output.status, code=output.code, param=output.param,
+            retry_after=output.retry_after)
 
     def _read(self, ids: Any) -> tuple[str, int, str | None]:
         """Text, number of ids used, stop string met. With stop strings id by id, to find the one that ends."""

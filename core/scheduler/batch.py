@@ -39,6 +39,7 @@ def build_batch(plan: Plan, table: RequestTable, page_size: int,
     last = table.length[decode] - 1
     tokens = np.where(table.known[decode] > last, table.last[decode], np.int32(-1))
     seqs, positions, lengths, rows = decode, last, last + 1, np.arange(len(decode), dtype=np.int32)
+    slots = table.pages[decode, last // page_size] * np.int32(page_size) + last % np.int32(page_size)
     starts = np.arange(len(decode) + len(chunks) + 1, dtype=np.int32)
     if chunks:
         seqs = _i32([decode, np.array([c.slot for c in chunks], np.int32)])
@@ -48,8 +49,8 @@ def build_batch(plan: Plan, table: RequestTable, page_size: int,
         positions = _i32([last] + [np.arange(c.start, c.stop) for c in chunks])
         rows = _i32([rows, np.repeat(np.arange(len(decode), len(seqs)), counts)])
         lengths = _i32([lengths, np.array([c.stop for c in chunks], np.int32)])
+        slots = _i32([slots] + [_chunk_slots(table.pages[c.slot], c.start, c.stop, page_size) for c in chunks])
     pages = _page_table(table, seqs, lengths, len(decode), page_size)
-    slots = pages[rows, positions // page_size] * np.int32(page_size) + positions % np.int32(page_size)
     logit_rows, targets, owners = _logit_rows(plan, starts, table)
     sampling = _sampling(plan, table, owners, tokens[logit_rows] == -1)
     batch = Batch(tokens, positions, slots, rows, seqs, starts, lengths, pages, logit_rows, targets, sampling)
@@ -59,6 +60,12 @@ def build_batch(plan: Plan, table: RequestTable, page_size: int,
                     fit(pages.shape[1], buckets.pages, "pages a row"),
                     fit(len(targets), tuple(sorted({*buckets.rows, *buckets.tokens})), "logit rows"))
     return pad_batch(batch, bucket), bucket
+
+
+def _chunk_slots(row: np.ndarray, start: int, stop: int, page_size: int) -> np.ndarray:
+    """Where the tokens at positions `start` to `stop` of a request with these pages are written."""
+    pages = row[start // page_size:-(-stop // page_size), None] * page_size + np.arange(page_size)
+    return pages.ravel()[start % page_size:start % page_size + stop - start]
 
 
 def _page_table(table: RequestTable, seqs: np.ndarray, lengths: np.ndarray, decode: int, page_size: int) -> np.ndarray:

@@ -52,7 +52,7 @@ class Request:
     def prepare(self) -> None:
         """Make what only a running request needs, when it is first admitted."""
         bias = self.params.logit_bias
-        self.ban_ids = np.unique(np.array(self.stop_ids, np.int32))
+        self.ban_ids = np.array(sorted({*self.stop_ids}), np.int32)
         self.bias_ids = np.fromiter(bias.keys(), np.int32, len(bias))
         self.bias_values = np.fromiter(bias.values(), np.float32, len(bias))
         if penalised(self.params):

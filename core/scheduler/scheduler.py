@@ -203,6 +203,8 @@ class Scheduler:
         table, size, retracted = self.table, self.limits.page_size, False
         while True:
             slots = self._decoding
+            if not len(slots):
+                return slots, retracted
             length = table.length[slots]
             goes_on = length < table.end[slots]
             if np.count_nonzero(goes_on) < len(slots):

@@ -30,12 +30,15 @@ def _mix(x: np.ndarray) -> np.ndarray:
 
 def uniforms(seeds: np.ndarray, steps: np.ndarray) -> np.ndarray:
     """One number in [0, 1) for each (seed uint64, output position): float32, a function of these two alone."""
-    return draw(mixed(seeds), steps)
+    return draw(_mix(seeds + _GOLDEN), steps)
 
 
-def mixed(seeds: np.ndarray) -> np.ndarray:
-    """What `draw` takes in place of seeds: the half of the work that does not depend on the position."""
-    return _mix(seeds + _GOLDEN)
+def mixed(seed: int) -> int:
+    """What `draw` takes in place of a seed: the half of the work that does not depend on the position."""
+    x = (seed + int(_GOLDEN)) % 2**64
+    x = (x ^ x >> 30) * int(_MIX1) % 2**64
+    x = (x ^ x >> 27) * int(_MIX2) % 2**64
+    return x ^ x >> 31
 
 
 def draw(mixed_seeds: np.ndarray, steps: np.ndarray) -> np.ndarray:
@@ -85,7 +88,7 @@ class RequestTable:
         self.last[slot] = ids[-1]
         self.prompt_len[slot], self.end[slot] = request.prompt_len, request.prompt_len + request.limit
         self.computed[slot] = self.page_count[slot] = self.tree_pages[slot] = 0
-        self.seed[slot] = mixed(np.array([(params.seed or 0) & 0xFFFFFFFFFFFFFFFF], np.uint64))[0]
+        self.seed[slot] = mixed((params.seed or 0) % 2**64)
         drawn = params.temperature >= GREEDY
         self.temperature[slot], self.top_k[slot] = params.temperature if drawn else 0, params.top_k
         self.top_p[slot], self.min_p[slot], self.min_tokens[slot] = params.top_p, params.min_p, params.min_tokens
