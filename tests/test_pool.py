@@ -181,3 +181,28 @@ def test_production_cache_goes_on_after_a_violation():
     assert (cache.pool.free, cache.pool.quarantined) == (4, 1)
     cache.verify({})
     assert sorted(cache.take(4, 3).tolist()) == [1, 3, 4, 5]
+
+
+# ---- the order in which pages are used again
+
+def test_the_partial_page_of_an_ended_request_is_used_first_then_its_uncached_ones_then_older_free_ones():
+    cache = CacheManager(12, 4, strict=True)
+    _, node = cache.acquire(b"", b"")
+    row = cache.take(5, 1)
+    assert row.tolist() == [1, 2, 3, 4, 5]                # 5 is its partial page
+    shared, node = cache.commit(np.arange(8, dtype=np.int32), row, 0, 1, b"", node)
+    cache.release(row, shared, 1, node)                   # 1 and 2 are cached; 3 and 4 are full and never were
+    assert cache.take(6, 2).tolist() == [5, 4, 3, 6, 7, 8]
+
+
+def test_cached_pages_are_used_last_tails_before_heads_least_recently_used_first():
+    cache = CacheManager(9, 1, strict=True)
+    for start in (10, 20):
+        ids = np.arange(start, start + 3, dtype=np.int32)
+        _, node = cache.acquire(ids, b"")
+        row = cache.take(3, 1)
+        shared, node = cache.commit(ids, row, 0, 1, b"", node)
+        cache.release(row, shared, 1, node)
+    assert cache.tree.pages().tolist() == [1, 2, 3, 4, 5, 6]
+    assert cache.take(5, 2).tolist() == [3, 2, 1, 7, 8]   # free ones go with those that make up for the rest
+    assert cache.take(3, 3).tolist() == [6, 5, 4]
