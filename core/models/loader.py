@@ -282,7 +282,8 @@ class _Placer:
         return self.dtype if name in DENSE or self.reasons["linear", name] else name
 
     def _load(self, stack: Sequence[Entry], experts: int = 0) -> Weight:
-        spec = WeightSpec(tuple(entry.name for entry in stack), stack[0].role, stack[0].cut, experts)
+        spec = WeightSpec(tuple(entry.name for entry in stack), stack[0].role, stack[0].cut, experts,
+                          self.checkpoint.narrow)
         raws = [self.checkpoint.tensor(self.names[name]) for name in spec.names]
         self.done += sum(memoryview(part.data).nbytes for raw in raws for part in (raw, *raw.extra))
         if spec.role == "norm" and self.add_one:

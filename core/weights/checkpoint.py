@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from ..errors import CheckpointError
-from ..quant import schemes
+from ..quant import activations, schemes
 from ..quant.formats import FORMATS, SAFETENSORS_TYPES, nbytes
 from ..quant.kv_scales import Scales, kv_scales
 from ..specs import RawTensor
@@ -54,15 +54,16 @@ class Checkpoint:
     metadata:   of a GGUF file, {} otherwise.
     norms_include_one: norm weights are stored as 1 + w.
     kv_scales:  layer -> scales of K and of V in 8-bit floats, where it was calibrated for them.
+    narrow:     it was made for activations in 8 bits.
     """
 
     def __init__(self, path: Path, kind: Literal["gguf", "safetensors"], config: dict[str, Any],
                  places: dict[str, Place], metadata: dict[str, Any] | None = None,
                  generation: dict[str, Any] | None = None, norms_include_one: bool = False,
-                 kv_scales: Scales | None = None):
+                 kv_scales: Scales | None = None, narrow: bool = False):
         self.path, self.kind, self.config, self._places = path, kind, config, places
         self.metadata, self.generation = metadata or {}, generation or {}
-        self.norms_include_one, self.kv_scales = norms_include_one, kv_scales or {}
+        self.norms_include_one, self.kv_scales, self.narrow = norms_include_one, kv_scales or {}, narrow
 
     @property
     def names(self) -> frozenset[str]:
@@ -159,7 +160,8 @@ def _open_folder(folder: Path) -> Checkpoint:
         place = Place(file.map, SAFETENSORS_TYPES[entry.dtype], entry.shape, file.base + entry.begin)
         places |= _apart(f"{folder}: tensor {name!r}", name, place)
     scales = kv_scales(str(folder), places, lambda name: _floats(f"{folder}: {name}", places[name]))
-    return Checkpoint(folder, "safetensors", config, _with_schemes(folder, config, places), kv_scales=scales,
+    places, narrow = _with_schemes(folder, config, places)
+    return Checkpoint(folder, "safetensors", config, places, kv_scales=scales, narrow=narrow,
                       generation=read_json(extra) if extra.is_file() else None)
 
 
@@ -177,8 +179,10 @@ def _apart(where: str, name: str, place: Place) -> dict[str, Place]:
             half._replace(offset=place.offset + i * half.nbytes) for i in range(2 * experts)}
 
 
-def _with_schemes(folder: Path, config: dict[str, Any], places: dict[str, Place]) -> dict[str, Place]:
-    """Each quantized tensor as one, with its logical shape; what the configuration says about it is taken out of it."""
+def _with_schemes(folder: Path, config: dict[str, Any],
+                  places: dict[str, Place]) -> tuple[dict[str, Place], bool]:
+    """Each quantized tensor as one, with its logical shape; and whether activations are meant to have 8 bits. What the
+    configuration says about it is taken out of it."""
     where, stored = str(folder / "config.json"), {name: (place.dtype, place.shape) for name, place in places.items()}
     affine, said, beside = config.pop("quantization", None), None, folder / "hf_quant_config.json"
     for holder in (config, config.get("text_config")):
@@ -188,16 +192,17 @@ def _with_schemes(folder: Path, config: dict[str, Any], places: dict[str, Place]
         where, said = str(beside), read_json(beside).get("quantization")
         said = {"quant_method": "modelopt", **said} if isinstance(said, dict) else said
     if affine is not None:  # MLX says it twice, the second time for other programs
-        found, used = mlx.affine_tensors(where, affine, stored)
+        narrow, (found, used) = False, mlx.affine_tensors(where, affine, stored)
     elif said is not None:
         found, used = schemes.quantized(where, said, stored, lambda name: _read(places[name]))
+        narrow = activations.declared(said)
     else:
-        return places
+        return places, False
     return {name: place for name, place in places.items() if name not in used} | {
         name: places[matrix.codes]._replace(
             dtype=matrix.format, shape=matrix.shape,
             beside=tuple(places[part.name]._replace(dtype=part.dtype, shape=part.shape) for part in matrix.beside))
-        for name, matrix in found.items()}
+        for name, matrix in found.items()}, narrow
 
 
 def _pickle_advice() -> str:
