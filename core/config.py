@@ -133,6 +133,9 @@ class ParallelSettings:
     """How many devices share a model."""
 
     tensor_parallel_size: int = setting(1, "devices that share every layer of the model", least=1, most=1024)
+    expert_parallel: bool = setting(False, "each device has some of a sparse model's experts, whole, instead of a part "
+                                    "of every one: larger products, but tokens may crowd on one device; experts must "
+                                    "be a multiple of the devices")
 
 
 @dataclass(frozen=True)

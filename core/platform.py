@@ -195,7 +195,8 @@ class Platform(Protocol):
         Ops by name with what they would get: linear(format, dtype), attention(head_dim, heads, kv_heads, page_size,
         window, softcap, dtype), moe(experts, top_k, format, dtype), and features by their word in `FEATURES`. Asked
         only of platforms with the feature: moe(..., groups, top_groups, bias) and rope(head_dim, rotated, dtype), with
-        bias True or False and the number of elements that rotate.
+        bias True or False and the number of elements that rotate. "expert_parallel", asked without more: may each rank
+        have some of the experts (`WeightSpec.cut`), and `moe` give their part of the sum?
         """
         ...
 

@@ -25,6 +25,7 @@ class RawTensor(NamedTuple):
 
 
 Role = Literal["linear", "embed", "norm", "bias", "experts"]
+Cut = Literal[0, 1, "expert"] | None
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,8 @@ class WeightSpec:
            "norm" and "bias" are vectors; "experts" is [experts, out, in] for `Ops.moe`.
            The bias of an `Ops.moe` is loaded with the dtype "f32" whatever the model computes in.
     cut:   axis that tensor parallelism splits (0 = out, 1 = in), counted as for one expert; None = replicated.
+           "expert": rank r of n has the experts from r * experts / n on, whole (only for platforms that support
+           "expert_parallel").
            A "bias" with cut 1 belongs to a linear that is cut along in: rank 0 alone adds it, `all_reduce` follows.
            Each part is cut by itself, before they are stacked.
     experts: number of experts, for the role "experts"; 0 otherwise.
@@ -47,7 +50,7 @@ class WeightSpec:
 
     names: tuple[str, ...]
     role: Role
-    cut: int | None = None
+    cut: Cut = None
     experts: int = 0
     narrow: bool = False
 

@@ -73,16 +73,17 @@ def load(config: Config, progress: Progress | None = None, platform: Any = None)
 
 
 def _load_on(platform: Any, manifest: Manifest, reason: str, config: Config, tell: Progress) -> Loaded:
-    world = config.parallel.tensor_parallel_size
+    world, apart = config.parallel.tensor_parallel_size, config.parallel.expert_parallel
     dtype = compute_dtype(config, manifest)
     page_size = choose_page_size(config, manifest)
     path = Path(resolve_model(config.model.model, config.model.revision, tell))
     with named(path), open_checkpoint(path) as checkpoint:
         # What cannot fit is refused before the weights are read; the real figures count afterwards.
-        fit_memory(config, manifest, read_config(checkpoint)[1].per_rank(world), dtype, page_size,
-                   max(0, manifest.memory_free - checkpoint.nbytes // world))
+        settings = read_config(checkpoint)[1]
+        fit_memory(config, manifest, (settings.experts_apart(world) if apart else settings).per_rank(world), dtype,
+                   page_size, max(0, manifest.memory_free - checkpoint.nbytes // world))
         model = load_model(checkpoint, platform, manifest, dtype, config.model.strict,
-                           lambda done, total: tell("load weights", done, total), page_size, world)
+                           lambda done, total: tell("load weights", done, total), page_size, world, apart)
         sampling = recommended_sampling(path, checkpoint.generation)
     free = _free_memory(platform, manifest, model.nbytes // world)
     sizes, notes = fit_memory(config, manifest, model.config.per_rank(world), dtype, page_size, free)
@@ -115,6 +116,8 @@ def claim_platform(config: Config, platform: Any = None) -> tuple[Any, Manifest,
             name, reason = choose_platform(options)
         platform = load_platform(name, options)
     world = config.parallel.tensor_parallel_size
+    if config.parallel.expert_parallel and world == 1:
+        raise ConfigError("--expert-parallel: one rank has all experts; say how many with --tensor-parallel-size")
     manifest = probe(name, platform, 0, world)
     if manifest.local_ranks == 1 < world:
         from .processes.ranks import Ranks
@@ -134,7 +137,8 @@ def load_rank(config: Config, rank: int, world: int) -> tuple[Any, LoadedModel]:
     path = Path(resolve_model(config.model.model, config.model.revision))
     with named(path), open_checkpoint(path) as checkpoint:
         return platform, load_model(checkpoint, platform, manifest, compute_dtype(config, manifest),
-                                    config.model.strict, None, choose_page_size(config, manifest), world)
+                                    config.model.strict, None, choose_page_size(config, manifest), world,
+                                    config.parallel.expert_parallel)
 
 
 def platform_options(pairs: tuple[str, ...]) -> dict[str, str]:

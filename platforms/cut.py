@@ -6,12 +6,14 @@ be computed anew; what is expanded first can be cut anywhere.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from math import gcd, lcm
 
 import numpy as np
 
 from ..core.platform import RawTensor, Unsupported, WeightSpec
 from .expand import CODECS, SCALED, expand
+from .experts import by_expert
 
 COLUMNS = ("awq", "gptq")  # that lie as [in, out], as their scales and zeros do
 
@@ -46,16 +48,30 @@ def cut(raw: RawTensor, axis: int, rank: int, world: int) -> RawTensor:
 
 
 def shares(raws: Sequence[RawTensor], spec: WeightSpec, rank: int, world: int) -> list[RawTensor]:
-    """One rank's share of every part of a weight, as `WeightSpec.cut` says. What cannot be cut in its format is
-    expanded to float32 first. Raises `Unsupported` where that does not help: sizes that `world` does not divide."""
+    """One rank's share of every part of a weight, as `WeightSpec.cut` says; to be loaded as `rank_spec` says. What
+    cannot be cut in its format is expanded to float32 first. Raises `Unsupported` where that does not help: sizes that
+    `world` does not divide."""
     if world == 1 or spec.cut is None:
         return list(raws)
+    if spec.cut == "expert":
+        own = held(spec.experts, rank, world)
+        return [raw for parts in by_expert(raws, spec)[own.start:own.stop] for raw in parts]
     if spec.role == "bias" and spec.cut == 1:  # rank 0 alone adds it
         return list(raws) if rank == 0 else [_f32(np.zeros(raw.shape, np.float32)) for raw in raws]
     try:
         return [cut(raw, spec.cut, rank, world) for raw in raws]
     except Unsupported:
         return [cut(_f32(expand(raw)), spec.cut, rank, world) for raw in raws]
+
+
+def held(experts: int, rank: int, world: int) -> range:
+    """Numbers of the experts that this rank has, where they are cut by "expert"."""
+    return range(rank * experts // world, (rank + 1) * experts // world)
+
+
+def rank_spec(spec: WeightSpec, rank: int, world: int) -> WeightSpec:
+    """The spec of what `shares` gives: the same, of fewer experts where those are shared."""
+    return replace(spec, experts=len(held(spec.experts, rank, world))) if spec.cut == "expert" else spec
 
 
 def _f32(values: np.ndarray) -> RawTensor:

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..platform import Ops, Tensor
-from ..specs import Role
+from ..specs import Cut, Role
 from .config import ModelConfig
 
 Layer = Mapping[str, Any]
@@ -24,7 +24,7 @@ class Entry(NamedTuple):
     name: str
     role: Role
     shape: tuple[int, ...]
-    cut: int | None = None
+    cut: Cut = None
     dtype: str | None = None
 
 
@@ -44,7 +44,7 @@ class Experts(NamedTuple):
     parts: tuple[str, ...]
     experts: int
     shape: tuple[int, int]
-    cut: int
+    cut: Cut
 
     def entries(self, names: Collection[str]) -> tuple[Entry, ...]:
         """What a checkpoint with these tensors has of them, in the order of `WeightSpec.names`."""
@@ -55,7 +55,7 @@ class Experts(NamedTuple):
                      for number in range(self.experts) for part in self.parts)
 
 
-def projections(names: Sequence[str], widths: Sequence[int], width_in: int, cut: int | None, bias: bool) -> Projections:
+def projections(names: Sequence[str], widths: Sequence[int], width_in: int, cut: Cut, bias: bool) -> Projections:
     """Projections called `names`, of [widths[i], width_in]."""
     pairs = list(zip(names, widths, strict=True))
     return Projections(tuple(Entry(f"{n}.weight", "linear", (w, width_in), cut) for n, w in pairs),

@@ -21,6 +21,7 @@ class Sparse:
 
     layers: for each layer, whether it has one.  width: of one expert.  shared: of the expert that every token goes
     through, 0 = there is none.  gated: is that one weighed by a sigmoid gate?  bias: has the router one of scores?
+    apart: has each rank some of the experts, and not a part of every one?
     """
 
     spec: MoESpec
@@ -29,6 +30,7 @@ class Sparse:
     shared: int
     gated: bool = True
     bias: bool = False
+    apart: bool = False
 
     @property
     def grouped(self) -> bool:
@@ -99,6 +101,15 @@ class ModelConfig:
         """Output widths of the q, k and v projections."""
         return self.heads * self.head_dim, self.kv_heads * self.head_dim, self.kv_heads * self.head_dim
 
+    def experts_apart(self, world: int) -> ModelConfig:
+        """With whole experts on each rank. Raises `CheckpointError` where there are none, or they do not divide."""
+        if self.sparse is None or not any(self.sparse.layers):
+            raise CheckpointError("--expert-parallel: this model has no experts, leave it out")
+        if self.sparse.spec.experts % world:
+            raise CheckpointError(f"--expert-parallel: {self.sparse.spec.experts} experts cannot be shared evenly by "
+                                  f"{world} ranks (--tensor-parallel-size); without it each is cut along its width")
+        return replace(self, sparse=replace(self.sparse, apart=True))
+
     def per_rank(self, world: int) -> ModelConfig:
         """The view of one of `world` ranks of tensor parallelism: its share of the heads and of the feed-forward.
 
@@ -109,12 +120,14 @@ class ModelConfig:
         if sparse is None or not all(sparse.layers):
             shared.append(("the feed-forward's width", self.intermediate))
         if sparse is not None:
-            shared += [("an expert's width", sparse.width), ("the shared expert's width", sparse.shared)]
+            shared += [("an expert's width", sparse.width)] * (not sparse.apart)
+            shared.append(("the shared expert's width", sparse.shared))
         for what, count in shared:
             if count % world:
                 raise CheckpointError(f"--tensor-parallel-size {world}: {what}, {count}, cannot be shared evenly")
         if sparse is not None:
-            sparse = replace(sparse, width=sparse.width // world, shared=sparse.shared // world)
+            width = sparse.width if sparse.apart else sparse.width // world
+            sparse = replace(sparse, width=width, shared=sparse.shared // world)
         return replace(self, heads=self.heads // world, kv_heads=self.kv_heads // world,
                        intermediate=self.intermediate // world, sparse=sparse)
 

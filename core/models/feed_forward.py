@@ -59,15 +59,17 @@ def _routing(fields: Fields, renormalize: bool) -> MoESpec:
 
 
 def layout(config: ModelConfig, index: int) -> Layout:
-    """The weights of `forward` in layer `index`. Routers are whole on every rank, experts are cut along their width."""
+    """The weights of `forward` in layer `index`. Routers are whole on every rank; experts are cut along their width, or
+    some are on each rank."""
     mlp, hidden, sparse = f"model.layers.{index}.mlp.", config.hidden, config.sparse
     if sparse is None or not sparse.layers[index]:
         return _gated_layout(mlp, config, config.intermediate)
     experts, width, parts = sparse.spec.experts, sparse.width, mlp + "experts."
+    cut = "expert" if sparse.apart else None
     tree = {
         "router": projections([mlp + "gate"], [experts], hidden, None, False),
-        "w13": Experts(parts, ("gate_proj", "up_proj"), experts, (width, hidden), 0),
-        "w2": Experts(parts, ("down_proj",), experts, (hidden, width), 1),
+        "w13": Experts(parts, ("gate_proj", "up_proj"), experts, (width, hidden), cut or 0),
+        "w2": Experts(parts, ("down_proj",), experts, (hidden, width), cut or 1),
     }
     if sparse.bias:
         tree["router_bias"] = Entry(mlp + "gate.e_score_correction_bias", "bias", (experts,), dtype="f32")

@@ -50,7 +50,8 @@ class LoadedModel:
 
 
 def load_model(checkpoint: Any, platform: Any, manifest: Manifest, dtype: str, strict: bool = False,
-               progress: Progress | None = None, page_size: int | None = None, world: int = 1) -> LoadedModel:
+               progress: Progress | None = None, page_size: int | None = None, world: int = 1,
+               expert_parallel: bool = False) -> LoadedModel:
     """Load `checkpoint` (an open `core.weights` Checkpoint) onto a probed platform.
 
     dtype: compute dtype, one of `manifest.compute_dtypes`. strict: no quantized weight may be expanded; a format that
@@ -58,12 +59,18 @@ def load_model(checkpoint: Any, platform: Any, manifest: Manifest, dtype: str, s
     embedding) when the platform has said how it holds it.
     progress: called with (bytes done, bytes in all). page_size: of the cache, the platform's default unless given.
     world: ranks of tensor parallelism that the platform was probed with; forward and state are one rank's.
+    expert_parallel: experts are whole, some on each rank.
     Raises `CheckpointError` for a configuration, name or shape that does not fit, `Unsupported` with the platform's
     reason for a case that it cannot do.
     """
     if dtype not in manifest.compute_dtypes:
         raise Unsupported(f"{manifest.name} cannot compute in {dtype}; it can in {', '.join(manifest.compute_dtypes)}")
     architecture, config = read_config(checkpoint)
+    if expert_parallel:
+        reason = platform.supports("expert_parallel")
+        if reason is not None:
+            raise Unsupported(f"--expert-parallel: {manifest.name} cannot have some experts on each rank: {reason}")
+        config = config.experts_apart(world)
     layout = architecture.layout(config)
     names = _tensor_names(checkpoint.names)
     wanted = list(entries(layout, names))

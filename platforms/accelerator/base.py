@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from ...core.platform import (
     WeightSpec,
 )
 from ..collective import join, leave
-from ..cut import shares
+from ..cut import held, rank_spec, shares
 from ..options import check_options
 from .cache import KV_DTYPES
 from .device import Device
@@ -110,14 +111,16 @@ class AcceleratorPlatform:
             kv_share=self.kv_share, details=details)
 
     def supports(self, op: str, **case: Any) -> str | None:
-        if op not in OPS and op not in FEATURES:
+        if op not in OPS and op not in FEATURES and op != "expert_parallel":
             return f"{op!r} is no op or feature of interface version {INTERFACE_VERSION}"
         return reason_against(op, case, self.compute_dtypes)
 
     def load(self, raws: Sequence[RawTensor], spec: WeightSpec, dtype: str) -> Leaf:
         if dtype not in DTYPES:
             raise Unsupported(f"compute dtype {dtype!r}: the {self.name} platform computes in {' or '.join(DTYPES)}")
-        return self._ready().kernels.load(shares(raws, spec, self._rank, self._world), spec, dtype)
+        rank, world = self._rank, self._world
+        leaf = self._ready().kernels.load(shares(raws, spec, rank, world), rank_spec(spec, rank, world), dtype)
+        return replace(leaf, held=held(spec.experts, rank, world)) if spec.cut == "expert" else leaf
 
     def describe(self, weight: Leaf) -> str:
         return str(weight)

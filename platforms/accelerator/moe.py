@@ -46,20 +46,27 @@ def moe(x: torch.Tensor, logits: torch.Tensor, w13: Experts, w2: Experts, spec: 
     """[T, D] -> [T, D], results of a token's experts added up in float32.
 
     A few choices each take their expert's weights, and the host learns nothing. With more of them the host waits for
-    the number of tokens of each expert; a platform with a grouped kernel does not.
+    the number of tokens of each expert; a platform with a grouped kernel does not. Where other ranks have some of the
+    experts, the result is the part of those that are here.
     """
     chosen, weights = route(logits, spec, bias)
+    held = w13.held or range(spec.experts)
     if chosen.numel() <= DIRECT:
-        return _direct(x, chosen, weights, w13, w2, spec)
+        here = (chosen >= held.start) & (chosen < held.stop)
+        chosen = (chosen - held.start).clamp(0, len(held) - 1)
+        return _direct(x, chosen, torch.where(here, weights, 0), w13, w2, spec)
     order = chosen.flatten().argsort(stable=True)
-    tokens = order // spec.top_k
     counts = chosen.flatten().bincount(minlength=spec.experts).tolist()
-    parts = []
+    before = sum(counts[:held.start])
+    counts = counts[held.start:held.stop]
+    order = order[before:before + sum(counts)]
+    tokens = order // spec.top_k
+    parts = [x[:0].float()]
     for expert, rows in enumerate(x[tokens].split(counts)):
         if len(rows):
             gate, up = F.linear(rows, w13.weight.matrix(expert)).chunk(2, -1)
-            parts.append(F.linear(act_mul(gate, up, spec.act), w2.weight.matrix(expert)))
-    scaled = torch.cat(parts).float() * weights.flatten()[order, None]
+            parts.append(F.linear(act_mul(gate, up, spec.act), w2.weight.matrix(expert)).float())
+    scaled = torch.cat(parts) * weights.flatten()[order, None]
     return torch.zeros(x.shape, dtype=torch.float32, device=x.device).index_add_(0, tokens, scaled).to(x.dtype)
 
 

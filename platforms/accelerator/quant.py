@@ -107,9 +107,10 @@ class Groups:
 
 @dataclass(frozen=True)
 class Experts:
-    """One matrix for each expert."""
+    """One matrix for each expert. held: the numbers of these, where other ranks have others; None = all are here."""
 
     weight: Dense | Groups
+    held: range | None = None
 
     def __str__(self) -> str:
         return f"{len(next(iter(vars(self.weight).values())))} experts, {self.weight}"

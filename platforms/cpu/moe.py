@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -12,6 +13,13 @@ from .quant import Experts, Vector
 
 ACTIVATIONS = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh"), "gelu": F.gelu,
                "sigmoid": torch.sigmoid}
+
+
+@dataclass(frozen=True)
+class Share(Experts):
+    """Some of a layer's experts, with their numbers; other ranks have the others."""
+
+    held: range
 
 
 def act_mul(gate: torch.Tensor, up: torch.Tensor, kind: str) -> torch.Tensor:
@@ -47,12 +55,17 @@ def moe(x: torch.Tensor, logits: torch.Tensor, w13: Experts, w2: Experts, spec: 
     """Tokens sorted by expert; only the used experts compute, each on its slice, and results are added up in float32.
 
     One product for each used expert is faster than `torch.nn.functional.grouped_mm` at every number of tokens, because
-    it reads the blocked order (README), and it serves quantized experts too.
+    it reads the blocked order (README), and it serves quantized experts too. Of a `Share` the result is its part.
     """
     chosen, weights = route(logits, spec, bias)
     order = chosen.flatten().argsort(stable=True)
-    tokens = order // spec.top_k
     counts = chosen.flatten().bincount(minlength=spec.experts).tolist()
+    if isinstance(w13, Share):
+        before, counts = sum(counts[:w13.held.start]), counts[w13.held.start:w13.held.stop]
+        order = order[before:before + sum(counts)]
+        if not len(order):
+            return torch.zeros_like(x)
+    tokens = order // spec.top_k
     gate, up = _grouped(x[tokens], w13, counts).chunk(2, -1)
     y = _grouped(act_mul(gate, up, spec.act), w2, counts)
     scaled = y.float().mul_(weights.flatten()[order, None])

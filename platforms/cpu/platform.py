@@ -23,7 +23,7 @@ from ...core.platform import (
     Unsupported,
     WeightSpec,
 )
-from ..cut import shares
+from ..cut import held, rank_spec, shares
 from ..expand import CODECS
 from ..host import host_memory, physical_cores, read_text
 from ..options import check_options
@@ -44,7 +44,7 @@ from .compiled.library import Library, build_for, open_library
 from .compiled.step import Compiled, Runner
 from .graph import Step
 from .kept import KV_DTYPES
-from .moe import ACTIVATIONS
+from .moe import ACTIVATIONS, Share
 from .ops import Ops, State
 from .quant import DTYPES, KEPT, Leaf, load_weight, reason_to_expand
 
@@ -90,7 +90,7 @@ class Platform:
                      "kernels": kernels if isinstance(kernels, str) else f"compiled, {kernels.name}"})
 
     def supports(self, op: str, **case: Any) -> str | None:
-        if op not in OPS and op not in FEATURES:
+        if op not in OPS and op not in FEATURES and op != "expert_parallel":
             return f"{op!r} is no op or feature of interface version {INTERFACE_VERSION}"
         dtype = case.get("dtype", "f32")
         if dtype not in DTYPES:
@@ -103,7 +103,9 @@ class Platform:
         return reason_to_expand(name, dtype) if op in ("linear", "moe") and name in KEPT else None
 
     def load(self, raws: Sequence[RawTensor], spec: WeightSpec, dtype: str) -> Leaf:
-        return self._in_order(load_weight, shares(raws, spec, self._rank, self._world), spec, dtype, self._runner)
+        place = self._rank, self._world
+        leaf = self._in_order(load_weight, shares(raws, spec, *place), rank_spec(spec, *place), dtype, self._runner)
+        return Share(leaf.parts, held(spec.experts, *place)) if spec.cut == "expert" else leaf
 
     def describe(self, weight: Leaf) -> str:
         return str(weight)

@@ -81,5 +81,10 @@ class NpuPlatform(AcceleratorPlatform):
     def graphs(self, device: Device) -> Callable[[], Graph] | str:
         return npu_graphs()
 
+    def supports(self, op: str, **case: Any) -> str | None:
+        if op == "expert_parallel":
+            return "its routing operators are given all experts"
+        return super().supports(op, **case)
+
     def kernels(self, device: Device) -> Kernels:
         return NpuKernels(device, Policy(self.options.get("activations") == "8bit", self.options.get("nz", NZ[0])))

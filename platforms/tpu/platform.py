@@ -94,6 +94,8 @@ class Platform:
                      "processor": machine.machine()})
 
     def supports(self, op: str, **case: Any) -> str | None:
+        if op == "expert_parallel":
+            return "every expert is cut along its width over the devices"
         if op not in OPS and op not in FEATURES:
             return f"{op!r} is no op or feature of interface version {INTERFACE_VERSION}"
         dtype = case.get("dtype", "f32")

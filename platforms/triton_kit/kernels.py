@@ -102,6 +102,7 @@ class TritonKernels(Kernels):
         self.policy = policy
         self.backends = (Attention(device), Composed())
         self.frequencies: dict[RopeSpec, torch.Tensor] = {}
+        self.maps: dict[tuple[range, int], torch.Tensor] = {}
 
     def takes(self, backend: Backend, q: torch.Tensor, cache: LayerCache, spec: AttentionSpec) -> bool:
         return not isinstance(backend, Attention) or backend.takes(q, cache)
@@ -133,7 +134,17 @@ class TritonKernels(Kernels):
     def moe(self, x: torch.Tensor, logits: torch.Tensor, w13: Experts, w2: Experts, spec: MoESpec,
             bias: torch.Tensor | None, live: torch.Tensor | None = None) -> torch.Tensor:
         return moe_gemm.moe(x, logits, w13.weight.matrix, w2.weight.matrix, spec, bias, family=self.device.arch,
-                            live=live)
+                            expert_map=self._own(w13, spec.experts), live=live)
+
+    def _own(self, weight: Experts, experts: int) -> torch.Tensor | None:
+        """The number of each expert among those that this rank has, -1 = another rank's; None = all are here."""
+        if weight.held is None:
+            return None
+        key = weight.held, experts
+        if key not in self.maps:
+            self.maps[key] = torch.tensor([n - weight.held.start if n in weight.held else -1 for n in range(experts)],
+                                          dtype=torch.int32, device=self.device.torch)
+        return self.maps[key]
 
     def sampling_arrays(self, sampling_: Sampling, targets: np.ndarray) -> dict[str, np.ndarray]:
         return sampling.host_arrays(sampling_, len(targets)) | {"targets": targets}

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -51,6 +52,11 @@ class XpuPlatform(AcceleratorPlatform):
         cores = getattr(facts, "gpu_subslice_count", 0) or facts.max_compute_units
         return XpuDevice(torch.device("xpu", rank), facts.name, family, cores,
                          details={"architecture": family, "driver": facts.driver_version})
+
+    def supports(self, op: str, **case: Any) -> str | None:
+        if op == "expert_parallel":
+            return "its routing operators are given all experts"
+        return super().supports(op, **case)
 
     def kernels(self, device: Device) -> XpuKernels:
         made = self.choose(device)
