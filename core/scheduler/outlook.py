@@ -60,12 +60,14 @@ class Growth:
         left = np.where(ends > outputs, ends - outputs, outputs + 1.0)
         return np.clip(left * self._caution, 1, np.maximum(1, most))
 
-    def pages_to_come(self, table: RequestTable, slots: np.ndarray, request: Request, page_size: int) -> float:
-        """Pages that the requests in `slots` and a new one will need beyond those they have now."""
-        outputs = np.append(table.known[slots] - table.prompt_len[slots], request.known - request.prompt_len)
+    def fits(self, table: RequestTable, slots: np.ndarray, request: Request, page_size: int, free: int) -> bool:
+        """Will `free` pages do for what the requests in `slots` and a new one need beyond the pages they have now?"""
         most = np.append(table.end[slots] - table.known[slots], request.prompt_len + request.limit - request.known)
+        if most.sum() <= (free - len(most)) * page_size:  # whatever they produce
+            return True
+        outputs = np.append(table.known[slots] - table.prompt_len[slots], request.known - request.prompt_len)
         own = np.append(table.page_count[slots] - table.tree_pages[slots], 0)
-        return self.peak(self.remaining(outputs, most), own, page_size)
+        return self.peak(self.remaining(outputs, most), own, page_size) <= free
 
     def peak(self, remaining: np.ndarray, own: np.ndarray, page_size: int) -> float:
         """The most pages that these requests will need beyond those they have, if each ends after `remaining` tokens

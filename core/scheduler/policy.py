@@ -146,7 +146,7 @@ class LongestPrefixMatch(FirstComeFirstServed):
 class DepthFirstWeight(FirstComeFirstServed):
     """As "lpm", but depth first through the tree of cached prefixes, at each branch where most requests wait.
 
-    Requests of one branch follow each other, so a branch is finished before its pages must give way to another's.
+    Requests of one branch follow each other, so that its pages need not give way to another's in between.
     """
 
     def order(self, view: View) -> Iterator[Request]:

@@ -327,7 +327,7 @@ class Scheduler:
         if not foresight or self.growth.seen < foresight:
             return True
         slots = np.fromiter(self._running, np.int32, len(self._running))
-        return self.growth.pages_to_come(table, slots, request, self.limits.page_size) <= free
+        return self.growth.fits(table, slots, request, self.limits.page_size, free)
 
     def _catch_up(self, request: Request) -> None:
         """Skip prompt tokens whose pages another request has put into the tree since this one was admitted."""

@@ -15,7 +15,7 @@ MOST_WAIT = 60.0  # seconds after which a refused client may always ask again
 class Waiting:
     """An ordered set, as they came; in which order they leave is the policy's business. tokens: of all of them.
 
-    A waiting request costs its packed prompt and under 2 KB: what a running one needs is made when it is admitted.
+    A waiting request costs its packed prompt and under 1 KB: what a running one needs is made when it is admitted.
     """
 
     def __init__(self, limits: Limits, policy: SchedulePolicy):
