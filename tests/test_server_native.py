@@ -237,10 +237,34 @@ def test_engine_numbers_under_both_names(made, http):
     assert found["vllm:cache_config_info"][0].labels["num_gpu_blocks"] == "64"
 
 
+WHOLE = {**STATS, "pages_evictable": 12, "pages_used": 12, "pages_quarantined": 1, "pages_pinned": 5, "pins": 2,
+         "kv_event_batches": 8, "step_schedule_seconds": 0.5, "step_device_seconds": 4.0, "step_finish_seconds": 0.25}
+OWNED = {"requests": 3, "cache_used": 8, "cache_idle": 12, "free": 40, "quarantine": 1}
+
+
+def test_step_time_and_pages_by_owner(made, http):
+    made.client.stats = WHOLE
+    found = samples(http)
+    assert {s.labels["part"]: s.value for s in found["isthmus_step_seconds_total"]} == {
+        "schedule": 0.5, "device": 4.0, "finish": 0.25}
+    assert {s.labels["owner"]: s.value for s in found["isthmus_kv_pages_owned"]} == OWNED
+    assert sum(OWNED.values()) == WHOLE["pages_total"]
+    for name, value in (("isthmus_kv_pins", 2), ("isthmus_kv_pages_pinned", 5), ("isthmus_kv_event_batches_total", 8)):
+        assert [s.value for s in found[name]] == [value], name
+    info = good(http.get("/server_info"))
+    assert info["pages"] == OWNED and info["step_seconds"] == {"schedule": 0.5, "device": 4.0, "finish": 0.25}
+    assert info["health"] == {"ok": True, "reason": ""} and info["started"] > 1e9
+    later = good(http.get("/server_info"))
+    assert later["time"] > info["time"] and later["started"] == info["started"]
+
+
 def test_missing_numbers_are_left_out(made, http):
     made.client.stats = {"running": 0, "finish_reasons": {}, "pages_total": 0, "queue_seconds": None}
     found = samples(http)
     assert "vllm:kv_cache_usage_perc" not in found and found["vllm:num_requests_running"][0].value == 0
+    assert "isthmus_step_seconds_total" not in found and "isthmus_kv_pages_owned" not in found
+    info = good(http.get("/server_info"))
+    assert info["pages"] == info["step_seconds"] == {}
 
 
 def test_latencies_and_ends_are_counted(http):
