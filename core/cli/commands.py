@@ -60,6 +60,11 @@ The scheduler and the cache get the recorded requests, times and results, and de
 every plan and every page written must be as recorded. A recording made on any platform is
 run on the null platform, which checks the batches. It holds prompts: private data."""
 
+REPLAY = """\
+default is the eviction policy of this engine; lru-leaf drops the least recently used
+leaf whole, as SGLang does, lru-block single blocks, as vLLM does, and optimal knows the
+future (Belady). Formats of traces and latency models: docs/replay.md."""
+
 ENGINE = ("model", "platform", "cache", "scheduler")
 ONE_USER = ("model", "revision", "dtype", "max_model_len", "chat_template", "platform", "platform_option",
             "kv_cache_memory")
@@ -90,6 +95,10 @@ COMMANDS = {c.name: c for c in (
         "isthmus conformance --platform=reference", "isthmus conformance --platform=cpu --only attention --seed 7",
         "isthmus conformance --platform=cpu --json report.json --markdown report.md",
         "isthmus conformance --list --only 'sample[top_*'"), notes=(CONFORMANCE,)),
+    Command("replay", "tell what a trace of requests would find in the cache, policy by policy", (), (
+        "isthmus replay trace.jsonl", "isthmus replay trace.jsonl --policy default,lru,arc --capacity 5,200000",
+        "isthmus replay trace.jsonl --latency h200 --plot hits.html",
+        "isthmus replay trace.csv --convert trace.jsonl"), "TRACE [options]", (REPLAY,)),
     Command("explain", "print every setting, who set it and what follows from it", (*ENGINE, "server"), (
         "isthmus explain --config server.yaml", "isthmus explain --platform cpu --json"), "[MODEL] [options]", (FILE,)),
     Command("rerun", "run a recording of `serve --record` again, without its model and hardware", (), (

@@ -48,6 +48,12 @@ class Trace:
         """The blocks of request `i`, int32."""
         return self.blocks[self.starts[i]:self.starts[i + 1]]
 
+    def head(self, count: int) -> Trace:
+        """The first `count` requests."""
+        rows = ((float(self.arrival[i]), int(self.inputs[i]), int(self.outputs[i]), "", self.request(i).tolist(),
+                 bool(self.hinted[i])) for i in range(min(count, len(self))))
+        return make_trace(self.name, self.block, rows)
+
     def next_use(self) -> np.ndarray:
         """For each entry of `blocks`, the next request that names it again, int64; `len(self)` when none does."""
         owner = np.repeat(np.arange(len(self)), np.diff(self.starts))
