@@ -5,8 +5,9 @@ import sys
 from setuptools import Extension, setup
 
 HERE = "platforms/cpu/compiled/"
-FLAGS = ["-O3", "-std=c++17", "-ffp-contract=fast", "-pthread", "-Wno-psabi"]
-X86 = {"avx512": "x86-64-v4", "avx2": "x86-64-v3"}
+FLAGS = ["-std=c++17", "-ffp-contract=fast", "-pthread", "-Wno-psabi"]
+# -O3 makes the first some 15 % faster; of the second it makes a library as fast in twice the time.
+X86 = {"avx512": ["-march=x86-64-v4", "-O3"], "avx2": ["-march=x86-64-v3", "-O2"]}
 HEADERS = [f"{HERE}{name}.h" for name in ("vec", "packed", "product", "rows", "attention", "pool", "step")]
 
 
@@ -20,8 +21,8 @@ def builds() -> list[Extension]:
     if sys.platform == "win32":
         return []
     if platform.machine() in ("x86_64", "AMD64"):
-        return [build(name, [f"-march={arch}"]) for name, arch in X86.items()]
-    return [build("plain", [])]
+        return [build(name, flags) for name, flags in X86.items()]
+    return [build("plain", ["-O2"])]
 
 
 setup(ext_modules=builds())

@@ -21,7 +21,7 @@ from isthmus.platforms.cpu.platform import Platform  # noqa: E402
 from isthmus.platforms.cpu.sampling import CANDIDATES, sample  # noqa: E402
 from isthmus.platforms.experts import by_expert  # noqa: E402
 
-COST = 15  # seconds
+COST = 25  # seconds
 SPEC = StateSpec((LayerState(2, 32), LayerState(1, 64)), "f32", 16, 8)
 
 

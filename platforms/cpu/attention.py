@@ -4,8 +4,11 @@ Decode rows (one token) are gathered and attended together, in groups of similar
 over their own pages, without a copy where the pages follow each other in memory. Query heads that share a KV head
 are folded into another axis (the query axis in decode, the batch axis in prefill), so K and V are never repeated.
 
-Contexts are filled up to whole `LANES` with hidden copies of their last token: torch's sums take another order when a
-context ends inside a vector, and then a token's result would depend on the contexts of the rows beside it.
+A token's result has the same bits whatever is computed beside it and however its prompt is cut. torch's kernel takes
+`BLOCK` keys at once, and the order in which it sums a block depends on how many keys that has: whether they end inside
+a vector, and whether they are more than `HALVED`. So contexts begin at whole blocks, are filled up with hidden copies
+of their last token, and tokens that see at most `HALVED` keys of their last block never share a call with others that
+see more. A single query would be another kernel's; it is doubled.
 """
 from __future__ import annotations
 
@@ -19,7 +22,9 @@ from ...core.platform import AttentionSpec, Batch
 from .kept import LayerCache
 
 QUERIES = 256   # queries of a soft-capped prefill whose scores are held at once
-LANES = 32      # positions that a context is filled up to a multiple of
+LANES = 32      # keys that a context is filled up to a multiple of
+BLOCK = 512     # keys that torch's kernel takes at once
+HALVED = 384    # more keys than these in a block are summed in two halves
 GROUP_WASTE = 1.25  # longest context of a decode group over its shortest
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -47,12 +52,12 @@ class DecodeGroup:
 
 @dataclass
 class PrefillRow:
-    """One row of several tokens. tokens: where its queries are. context: slots it may read, from the first page."""
+    """Some tokens of one row. tokens: where its queries are. context: slots it may read, from the first page."""
 
     tokens: slice
     pages: torch.Tensor | slice
     context: int
-    hidden: torch.Tensor | None  # [queries, filled context] bool; None = plainly causal
+    hidden: torch.Tensor | None  # [even number of queries, filled context] bool; None = plainly causal
     masks: dict[torch.dtype, torch.Tensor] = field(default_factory=dict)
 
     def read(self, cache: LayerCache, dtype: torch.dtype) -> torch.Tensor:
@@ -93,61 +98,84 @@ class AttentionPlan:
     def _decode(self, q: torch.Tensor, cache: LayerCache, spec: AttentionSpec, group: DecodeGroup) -> torch.Tensor:
         kv = group.gather(cache, q.dtype).permute(2, 0, 3, 1, 4)  # [2, rows, kv_heads, context, d]
         folded = q.view(len(q), kv.shape[2], -1, q.shape[2])
-        return attend(folded, kv[0], kv[1], spec, group).reshape(q.shape)
+        sharers = folded.shape[2]
+        folded = folded.repeat(1, 1, 2, 1) if sharers == 1 else folded
+        return attend(folded, kv[0], kv[1], spec, group)[:, :, :sharers].reshape(q.shape)
 
     def _prefill(self, q: torch.Tensor, cache: LayerCache, spec: AttentionSpec, row: PrefillRow) -> torch.Tensor:
         kv = row.read(cache, q.dtype).permute(1, 2, 0, 3)
-        kv_heads = kv.shape[1]
+        kv_heads, queries = kv.shape[1], len(q)
+        q = torch.cat((q, q[-1:])) if queries % 2 else q
         folded = q.view(len(q), kv_heads, -1, q.shape[2]).permute(2, 1, 0, 3)  # [sharers, kv_heads, queries, d]
         k, v = kv[:, None].expand(2, len(folded), *kv.shape[1:])
-        return attend(folded, k, v, spec, row).permute(2, 1, 0, 3).reshape(q.shape)
+        return attend(folded, k, v, spec, row).permute(2, 1, 0, 3).reshape(q.shape)[:queries]
 
     def _decode_groups(self, window: int | None) -> Iterator[DecodeGroup]:
         """Groups in order of context, each at most `GROUP_WASTE` times as long as its shortest row."""
         lengths = self.batch.lengths[:self.decodes].astype(np.int64)
-        seen = lengths if window is None else np.minimum(lengths, window)
-        order = np.argsort(seen, kind="stable")
+        read = lengths - first_read(lengths, window)
+        order = np.argsort(read, kind="stable")
         start = 0
         while start < len(order):
-            shortest = seen[order[start]]
-            stop = int(np.searchsorted(seen[order], max(shortest * GROUP_WASTE, shortest + 32), "right"))
+            shortest = int(read[order[start]])
+            longest = min(max(shortest * GROUP_WASTE, shortest + 32), same_order(shortest))
+            stop = int(np.searchsorted(read[order], longest, "right"))
             rows = np.sort(order[start:stop])
-            yield self._group(rows, lengths[rows, None], seen[rows, None])
+            yield self._group(rows, lengths[rows, None], read[rows, None], window)
             start = stop
 
-    def _group(self, rows: np.ndarray, lengths: np.ndarray, seen: np.ndarray) -> DecodeGroup:
-        places = np.arange(filled(int(seen.max())))
+    def _group(self, rows: np.ndarray, lengths: np.ndarray, read: np.ndarray, window: int | None) -> DecodeGroup:
+        places = np.arange(filled(int(read.max())))
         # Shorter rows repeat their last token: what lies elsewhere may be NaN, and hidden values must be finite.
-        positions = lengths - seen + np.minimum(places, seen - 1)
+        positions = lengths - read + np.minimum(places, read - 1)
         pages = np.take_along_axis(self.batch.pages[rows], positions // self.page_size, 1).astype(np.int64)
         slots = pages * self.page_size + positions % self.page_size
+        hidden = places >= read
+        if window is not None:
+            hidden |= places < read - window
         together = len(rows) == rows[-1] - rows[0] + 1
         return DecodeGroup(slice(int(rows[0]), int(rows[-1]) + 1) if together else torch.from_numpy(rows),
-                           torch.from_numpy(slots.reshape(-1)), torch.from_numpy(places >= seen)[:, None, None])
+                           torch.from_numpy(slots.reshape(-1)), torch.from_numpy(hidden)[:, None, None])
 
     def _prefill_rows(self, window: int | None) -> Iterator[PrefillRow]:
         for row in np.flatnonzero(self.counts[self.decodes:]) + self.decodes:
-            queries, length = int(self.counts[row]), int(self.batch.lengths[row])
-            start = int(self.batch.starts[row])
-            oldest = 0 if window is None else max(0, length - queries + 1 - window)
-            first = oldest // self.page_size
-            base = first * self.page_size
-            pages = self.batch.pages[row, first:-(-length // self.page_size)].astype(np.int64)
-            hidden = None
-            if queries < length or oldest or (window is not None and window < length):
-                keys = torch.arange(base, base + filled(length - base))
-                at = torch.arange(length - queries, length)[:, None]
-                hidden = keys > at
-                if window is not None:
-                    hidden |= keys <= at - window
-            follow = bool((np.diff(pages) == 1).all())
-            yield PrefillRow(slice(start, start + queries),
-                             slice(int(pages[0]), int(pages[-1]) + 1) if follow else torch.from_numpy(pages),
-                             length - base, hidden)
+            length, first = int(self.batch.lengths[row]), int(self.batch.starts[row])
+            start = at = length - int(self.counts[row])
+            while at < length:
+                stop = min(length, same_order(at + 1))
+                yield self._prefill_row(row, slice(first + at - start, first + stop - start), at, stop, window)
+                at = stop
+
+    def _prefill_row(self, row: int, tokens: slice, start: int, stop: int, window: int | None) -> PrefillRow:
+        """Queries at positions start .. stop - 1."""
+        base = int(first_read(start + 1, window))
+        pages = self.batch.pages[row, base // self.page_size:-(-stop // self.page_size)].astype(np.int64)
+        hidden = None
+        if start or (window is not None and window < stop):
+            keys = torch.arange(base, base + filled(stop - base))
+            at = torch.arange(start, stop + (stop - start) % 2).clamp_(max=stop - 1)[:, None]
+            hidden = keys > at
+            if window is not None:
+                hidden |= keys <= at - window
+        follow = bool((np.diff(pages) == 1).all())
+        return PrefillRow(tokens, slice(int(pages[0]), int(pages[-1]) + 1) if follow else torch.from_numpy(pages),
+                          stop - base, hidden)
+
+
+def first_read(length: int | np.ndarray, window: int | None) -> int | np.ndarray:
+    """The first position that is read for the last token of a context: the window's own block's."""
+    return length * 0 if window is None else np.maximum(length - window, 0) // BLOCK * BLOCK
+
+
+def same_order(context: int) -> int:
+    """The longest context whose last block is summed in the order of this one's."""
+    return (context + BLOCK - HALVED - 1) // BLOCK * BLOCK + HALVED
 
 
 def filled(context: int) -> int:
-    return -(-context // LANES) * LANES
+    """The context with its hidden copies: whole vectors, or the whole of a block that is summed in halves."""
+    whole = -(-context // BLOCK) * BLOCK
+    return whole if context > whole - BLOCK + HALVED else -(-context // LANES) * LANES
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec,

@@ -1,7 +1,7 @@
 """Weights: vectors, dense matrices, and matrices that keep the checkpoint's codes in groups."""
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -24,9 +24,11 @@ TOKENS = 32      # tokens that oneDNN chooses its order of a dense matrix for
 MANY = 256       # tokens from which expanding int4 weights pays, measured with AVX-512
 PIECE = 1 << 21  # weights expanded at once: bounds the buffer, and fits the cache
 LANES = 64       # outputs in a block of torch's int4 layout with AVX-512
+CHAIN = 1024     # inputs that oneDNN sums one after the other, at any number of tokens
 
 _pack_int4 = torch.ops.aten._convert_weight_to_int4pack_for_cpu.default
 _int4_product = torch.ops.aten._weight_int4pack_mm_for_cpu.default
+_transposed_convolution = torch.ops.mkldnn._convolution_transpose_pointwise.default
 
 
 @dataclass(frozen=True)
@@ -51,9 +53,11 @@ class Dense:
 
     def product(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """[T, in] -> [T, out]."""
-        if self.blocked:
-            return torch.ops.mkldnn._linear_pointwise.default(x, self.weight, bias, "none", [], "")
-        return F.linear(x, self.weight, bias)
+        if not self.blocked:
+            return F.linear(x, self.weight, bias)
+        if len(x) == 1 and x.shape[1] > CHAIN:  # a row alone would be summed in another order than among others
+            return self.product(x.expand(2, -1), bias)[:1]
+        return torch.ops.mkldnn._linear_pointwise.default(x, self.weight, bias, "none", [], "")
 
     def __str__(self) -> str:
         return str(self.dtype).removeprefix("torch.")
@@ -93,12 +97,25 @@ def layout_is_known() -> bool:
     return torch.equal(unpack_int4(_pack_int4(digits, 1).view(2, -1)), digits.T)
 
 
+def ordered_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x [parts, T, in / parts] and weight [parts, in / parts, out], whose last part comes first -> [T, out], float32.
+
+    A matrix product sums in an order of its own. oneDNN's convolution over the parts keeps every sum in a register from
+    the first input to the last, as torch's int4 kernel does.
+    """
+    parts, tokens, _ = x.shape
+    out = _transposed_convolution(x[None].permute(0, 3, 1, 2), weight.permute(1, 2, 0)[..., None], None,
+                                  (parts - 1, 0), (0, 0), (1, 1), (1, 1), 1, "none", [], "")
+    return out.permute(0, 2, 3, 1).reshape(tokens, -1)
+
+
 class Int4Groups:
     """w = scale * code + minimum with 4-bit digits of codes in torch's int4 layout, one scale and zero per group.
 
-    torch computes scale * (digit - 8) + zero with scale and zero in bf16 and sums in float32. Codes of more than 4 bits
-    are two columns of the same kernel, code = 16 * high + low. The kernel is made for few tokens; for `MANY` and more
-    the weights are expanded piece by piece.
+    torch computes scale * (digit - 8) + zero with scale and zero in bf16 and sums in float32, one input after another.
+    Codes of more than 4 bits are two columns of the same kernel, code = 16 * high + low. The kernel is made for few
+    tokens; for `MANY` and more the weights are expanded piece by piece, and summed in the same order, so that a row's
+    bits do not depend on the others. Only where the processor has a matrix unit, speed goes first.
     """
 
     def __init__(self, codes: np.ndarray, scale: np.ndarray, minimum: np.ndarray, bits: int) -> None:
@@ -117,39 +134,62 @@ class Int4Groups:
 
     def product(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """[T, in] -> [T, out]."""
-        if self.expandable and len(x) >= MANY:
-            out = self._expanded_product(x)
-        else:
-            x = x.contiguous() if self.digits == 1 else torch.cat((x, x), 1)
-            out = _int4_product(x, self.packed, self.group, self.scales)
-            out = out if out.shape[1] == self.outputs else out[:, :self.outputs]
+        x = x.contiguous() if self.digits == 1 else torch.cat((x, x), 1)
+        product = self._many_product() if self.expandable and len(x) >= MANY else self.few
+        out = product(x)
         return out if bias is None else out + bias
 
-    def _expanded_product(self, x: torch.Tensor) -> torch.Tensor:
-        # Without a matrix unit the processor multiplies float32 about twice as fast as bf16.
-        wide = x if torch.cpu._is_amx_tile_supported() else x.float()
-        step = max(LANES, PIECE // x.shape[1] // LANES * LANES)
-        pieces = [(wide @ self._expand(start, min(start + step, self.outputs), wide.dtype)).to(x.dtype)
-                  for start in range(0, self.outputs, step)]
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)
+    def few(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, digits * in] -> [T, out] by torch's kernel."""
+        return _int4_product(x, self.packed, self.group, self.scales)[:, :self.outputs]
 
-    def _expand(self, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
-        """Values of some outputs, [in, stop - start]."""
-        codes = self._digits(start, stop)
-        scale, zero = self.scales[:, start:stop].to(torch.float32).unbind(-1)
-        if self.digits == 2:
-            (high, low), scale, zero = codes.chunk(2), scale.chunk(2)[1], zero.chunk(2)[0]
-            codes = high << 4 | low
-        zero = zero - (8 if self.digits == 1 else 128) * scale
-        codes = codes.view(-1, self.group, stop - start).to(torch.float32)
-        return torch.addcmul(zero[:, None], codes, scale[:, None]).view(-1, stop - start).to(dtype)
+    def many(self, x: torch.Tensor) -> torch.Tensor:
+        """The same bits by expanded weights."""
+        groups, inputs = self.scales.shape[0], x.shape[1]
+        parts = next(n for n in range(1, groups + 1) if groups % n == 0 and inputs // n <= CHAIN)
+        wide = x.view(len(x), parts, -1).transpose(0, 1).to(torch.float32, memory_format=torch.contiguous_format)
+        return torch.cat([ordered_product(wide, weight).to(x.dtype) for weight in self._expanded(parts)], 1)
 
-    def _digits(self, start: int, stop: int) -> torch.Tensor:
-        """Digits of some outputs, [digits * in, outputs]."""
-        return unpack_int4(self.packed.view(self.outputs // LANES, -1)[start // LANES:stop // LANES])
+    def fast(self, x: torch.Tensor) -> torch.Tensor:
+        """Nearly the same by a matrix unit, which sums in another order."""
+        wide = x.chunk(self.digits, 1)[0]
+        weights = (sum(weight[0].chunk(self.digits)).to(x.dtype) for weight in self._expanded(1))
+        return torch.cat([wide @ weight for weight in weights], 1)
+
+    def _many_product(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        if torch.cpu._is_amx_tile_supported():
+            return self.fast
+        inputs = self.scales.shape[0] * self.group // self.digits
+        return self.many if orders_agree(inputs, self.group, self.digits) else self.few
+
+    def _expanded(self, parts: int) -> Iterator[torch.Tensor]:
+        """What some outputs after others multiply, the last of `parts` parts of the inputs first:
+        [parts, digits * in / parts, some] in float32."""
+        step = max(LANES, PIECE // (self.scales.shape[0] * self.group) // LANES * LANES)
+        blocks = self.packed.view(self.outputs // LANES, -1)
+        for start in range(0, self.outputs, step):
+            stop = min(start + step, self.outputs)
+            digits = unpack_int4(blocks[start // LANES:stop // LANES])
+            codes = (digits - 8).view(torch.int8).view(parts, -1, self.group, stop - start)
+            scale, zero = self.scales[:, None, start:stop].to(torch.float32).unflatten(0, (parts, -1)).unbind(-1)
+            values = torch.empty(codes.shape, dtype=torch.float32)
+            for part in range(parts):
+                torch.addcmul(zero[part], codes[part].to(torch.float32), scale[part], out=values[parts - 1 - part])
+            yield values.flatten(1, 2)
 
     def __str__(self) -> str:
         return f"int{4 * self.digits}"
+
+
+@cache
+def orders_agree(inputs: int, group: int, digits: int) -> bool:
+    """Do `few` and `many` give the same bits here? Orders of sums are torch's and oneDNN's own affair."""
+    random = torch.Generator().manual_seed(inputs)
+    codes = torch.randint(0, 16 ** digits, (3 * LANES, inputs), generator=random).to(torch.uint8).numpy()
+    scale = torch.rand(3 * LANES, inputs // group, generator=random).numpy()
+    leaf = Int4Groups(codes, scale, -8 * scale, 4 * digits)
+    x = torch.randn(LANES, digits * inputs, generator=random).bfloat16()
+    return torch.equal(leaf.few(x), leaf.many(x))
 
 
 @dataclass(frozen=True)

@@ -102,6 +102,8 @@ class Rows:
 
     def computed(self) -> Rows:
         """Itself, its norm applied."""
+        if self.norm is None and self.memory is None:
+            raise Untraceable("a tensor is used after it has become part of another")
         if self.norm is not None:
             source, weight, eps = self.norm
             made = self.tape.normed(source, weight, eps)
@@ -110,8 +112,6 @@ class Rows:
 
     def view(self) -> tuple[int, int, int]:
         """As `VIEW`, relative to the arena."""
-        if self.memory is None:
-            raise Untraceable("a tensor is used after what it was has become part of another")
         return self.memory.start + 4 * self.offset, self.stride, self.shape[-1]
 
 
