@@ -393,7 +393,7 @@ def test_what_the_server_does_not_have_is_refused_at_once(canned, capsys):
 
 def test_a_model_of_the_settings_is_not_asked_of_a_server(canned, monkeypatch, capsys):
     monkeypatch.setenv("ISTHMUS_MODEL", "/some/file.gguf")
-    monkeypatch.setenv("ISTHMUS_API_KEY", "k")
+    monkeypatch.setenv("ISTHMUS_API_KEY", " k, another")  # of several the first is sent
     assert main(["generate", "hello", "--url", f"127.0.0.1:{canned.server_port}", "--temperature", "0.5"]) == 0
     assert capsys.readouterr().out == "hello \n"
     path, key, body = canned.seen[0]

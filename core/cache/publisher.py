@@ -26,7 +26,7 @@ from .manager import CacheManager
 log = logging.getLogger(__name__)
 
 KEPT_BATCHES, KEPT_BYTES = 10_000, 64 * 2**20  # for replay
-SEND_QUEUE = 100_000  # batches that wait for one slow subscriber; it misses what comes beyond
+SEND_QUEUE = KEPT_BATCHES + 16  # messages that wait for one slow reader; it misses what comes beyond
 ANEW_S = 10.0         # between two times that everything is told anew
 LINGER_MS = 200       # how long what was sent may take to leave at the end
 STOP = "inproc://stop"

@@ -324,6 +324,11 @@ def add_backend_arguments(parser: Any) -> None:
     parser.add_argument("--api-key", dest="url_key", metavar="KEY", help="key for --url; ISTHMUS_API_KEY unless given")
 
 
+def own_key(resolved: Resolved) -> str | None:
+    """The key to send to a server of ours: of several that the settings name, the first."""
+    return (resolved.config.server.api_key or "").split(",")[0].strip() or None
+
+
 def make_backend(arguments: Any, resolved: Resolved) -> LocalBackend | RemoteBackend:
     """The one that the flags choose. Raises `ConfigError` for a flag that the other one needs."""
     given = [name for name, origin in resolved.origin.items() if origin == "command line"]
@@ -335,4 +340,4 @@ def make_backend(arguments: Any, resolved: Resolved) -> LocalBackend | RemoteBac
         raise ConfigError(f"{here[0]} is for an engine in this process, and with --url the server decides: leave one "
                           "of them out")
     model = resolved.config.model.model if "model" in given else None
-    return RemoteBackend(arguments.url, model, arguments.url_key or resolved.config.server.api_key)
+    return RemoteBackend(arguments.url, model, arguments.url_key or own_key(resolved))

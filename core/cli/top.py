@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..errors import ConfigError, RequestError
-from .backends import RemoteBackend
+from .backends import RemoteBackend, own_key
 from .banner import base_url
 from .settings import Resolved
 
@@ -62,8 +62,7 @@ def run(arguments: argparse.Namespace, resolved: Resolved) -> int:
         raise ConfigError(f"--interval {arguments.interval:g}: it must be between 0.1 and 3600 seconds")
     settings = resolved.config.server
     url = arguments.url or base_url(settings.host, settings.port)
-    key = (settings.api_key or "").split(",")[0].strip()
-    source = Source(url, key or None, arguments.interval)
+    source = Source(url, own_key(resolved), arguments.interval)
     try:
         if arguments.once or arguments.json or not sys.stdout.isatty():
             _print(source, arguments.once, arguments.json)
