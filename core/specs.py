@@ -44,8 +44,8 @@ class WeightSpec:
            A "bias" with cut 1 belongs to a linear that is cut along in: rank 0 alone adds it, `all_reduce` follows.
            Each part is cut by itself, before they are stacked.
     experts: number of experts, for the role "experts"; 0 otherwise.
-    narrow: the checkpoint was made for activations in 8 bits, quantized by token, where the weight has 8. A platform with
-            such products uses them, unless an option says otherwise; any other computes as ever.
+    narrow: the checkpoint was made for activations in 8 bits, quantized by token, where the weight has 8. A platform
+            with such products uses them, unless an option says otherwise; any other computes as ever.
     """
 
     names: tuple[str, ...]
