@@ -11,9 +11,9 @@ from .flashinfer_library import chosen
 FP8_UNITS = ("sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "sm_121")
 
 
-def make_kernels(device: Device, narrow: bool, flashinfer: str = "auto") -> Kernels:
-    """The kernels for this device. narrow: activations of 8-bit weights may be quantized. flashinfer: "auto", "build"
-    or "off"; raises `Unavailable` for another word."""
+def make_kernels(device: Device, narrow: bool | None, flashinfer: str = "auto") -> Kernels:
+    """The kernels for this device. narrow: whether activations of 8-bit weights are quantized, None = where the
+    checkpoint was made for it. flashinfer: "auto", "build" or "off"; raises `Unavailable` for another word."""
     library = chosen(flashinfer)
     kernels = shared_kernels(device, narrow)
     if isinstance(library, str):
@@ -23,7 +23,7 @@ def make_kernels(device: Device, narrow: bool, flashinfer: str = "auto") -> Kern
     return kernels
 
 
-def shared_kernels(device: Device, narrow: bool) -> Kernels:
+def shared_kernels(device: Device, narrow: bool | None) -> Kernels:
     """Triton's, or torch's operators where there is no Triton."""
     if find_spec("triton") is None:
         return Kernels(device)

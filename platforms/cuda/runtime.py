@@ -16,6 +16,7 @@ from ..accelerator.kernels import Kernels
 from .graph import cuda_graphs
 from .kernels import make_kernels
 
+ACTIVATIONS = {"declared": None, "8bit": True, "16bit": False}
 OLDEST = (8, 0)  # Ampere: bf16 matrix units
 
 
@@ -53,4 +54,12 @@ class CudaPlatform(AcceleratorPlatform):
         return cuda_graphs(device)
 
     def kernels(self, device: Device) -> Kernels:
-        return make_kernels(device, self.options.get("activations") == "8bit", self.options.get("flashinfer", "auto"))
+        return make_kernels(device, self.narrow(), self.options.get("flashinfer", "auto"))
+
+    def narrow(self) -> bool | None:
+        """Whether activations of 8-bit weights are quantized, None = as the checkpoint was made for. Raises
+        `Unavailable` for another word."""
+        word = self.options.get("activations", "declared")
+        if word not in ACTIVATIONS:
+            raise Unavailable(f"activations={word!r}: one of {', '.join(ACTIVATIONS)} is needed")
+        return ACTIVATIONS[word]

@@ -13,8 +13,9 @@ from ..accelerator.kernels import Kernels
 FP8_UNITS = {"gfx942": "fnuz", "gfx950": "fn", "gfx1200": "fn", "gfx1201": "fn"}
 
 
-def make_kernels(device: Device, narrow: bool) -> Kernels:
-    """The kernels for this device. narrow: activations of 8-bit weights may be quantized."""
+def make_kernels(device: Device, narrow: bool | None) -> Kernels:
+    """The kernels for this device. narrow: whether activations of 8-bit weights are quantized, None = where the
+    checkpoint was made for it."""
     if find_spec("triton") is None:
         return Kernels(device)
     from ..triton_kit.kernels import TritonKernels

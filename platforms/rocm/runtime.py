@@ -30,4 +30,4 @@ class RocmPlatform(CudaPlatform):
                 "lanes of a wave": str(getattr(facts, "warp_size", "unknown"))}
 
     def kernels(self, device: Device) -> Kernels:
-        return make_kernels(device, self.options.get("activations") == "8bit")
+        return make_kernels(device, self.narrow())

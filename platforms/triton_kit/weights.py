@@ -1,12 +1,12 @@
 """Weights that keep a checkpoint's codes, as the kernels read them; what no kernel reads is expanded at load.
 
-Activations stay in 16 bits unless the platform's option says otherwise: then int8 and fp8 weights meet activations that
-are quantized per token, which is faster for many tokens and less exact.
+int8 and fp8 weights meet activations that are quantized per token where the checkpoint was made for that, which its
+author measured; it is faster for many tokens and less exact. An option decides otherwise, and float32 is left alone.
 """
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -50,10 +50,15 @@ class Kept:
 
 @dataclass(frozen=True)
 class Policy:
-    """unit: the device's fp8 products, "fn", "fnuz" or "none".  narrow: whether activations may be quantized."""
+    """unit: the device's fp8 products, "fn", "fnuz" or "none".  narrow: whether activations of 8-bit weights are
+    quantized, None = where the checkpoint was made for it."""
 
     unit: str
-    narrow: bool
+    narrow: bool | None
+
+    def settled(self, spec: WeightSpec, dtype: str) -> Policy:
+        """For one weight, with a `narrow` that says yes or no."""
+        return self if self.narrow is not None else replace(self, narrow=spec.narrow and dtype != "f32")
 
     def fp8(self, device: Device) -> str:
         """What the device does with weights in fp8, see `linear_w8a8.UNITS`."""
@@ -67,7 +72,7 @@ def load_weight(raws: Sequence[RawTensor], spec: WeightSpec, dtype: str, device:
     if spec.role not in ("linear", "experts"):
         return quant.load_weight(raws, spec, dtype, device, groups=None)
     experts = by_expert(raws, spec) if spec.role == "experts" else [list(raws)]
-    make = maker(experts, policy)
+    make = maker(experts, policy.settled(spec, dtype))
     if make is None:
         leaf = quant.load_weight(raws, spec, dtype, device, groups=None)
         if spec.role == "linear" or not isinstance(leaf.weight, Dense):

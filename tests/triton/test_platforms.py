@@ -15,6 +15,7 @@ from isthmus.core.config import CacheSettings, Config, ModelSettings
 from isthmus.core.discovery import load_platform
 from isthmus.core.engine import EngineCore
 from isthmus.core.messages import SamplingParams, Submit, pack_ids
+from isthmus.core.platform import Unavailable
 from isthmus.platforms.triton_kit import moe_gemm
 
 from ..checkpoints import tiny_llama_gguf, write_safetensors
@@ -24,7 +25,7 @@ from ..emulation.rocm.platform import Platform as Rocm
 from ..harness import Runner
 from ..scheme_files import write_config, written
 
-COST = 60  # seconds
+COST = 90  # seconds
 TOKENS = [5, 9, 3, 120, 7, 7, 44]
 
 
@@ -67,6 +68,23 @@ def test_narrow_activations_are_close_and_asked_for(tmp_path, dense, scheme, kin
     assert any("8-bit activations" in line for line in made.model.loaded.report), made.model.loaded.report
     error = np.mean((made.logits((1, TOKENS))[0] - want) ** 2) / np.mean(want ** 2)
     assert 1e-6 < error < 2e-2
+
+
+@pytest.mark.parametrize("scheme, option, dtype, narrow", [
+    ("fp8", None, "bf16", True), ("fp8", "16bit", "bf16", False), ("fp8", None, "f32", False),
+    ("int8", None, "bf16", False), ("int8", "8bit", "bf16", True), ("int8 of both", None, "bf16", True)])
+def test_the_checkpoint_decides_on_activations(tmp_path, scheme, option, dtype, narrow):
+    eight = {"num_bits": 8, "type": "int", "symmetric": True}
+    both = {"config_groups": {"group_0": {"targets": ["Linear"], "weights": eight | {"strategy": "channel"},
+                                          "input_activations": eight | {"strategy": "token", "dynamic": True}}}}
+    folder, _ = written(tmp_path, scheme.split()[0], "llama", both if "both" in scheme else None)
+    made = runner(Cuda, folder, dtype, **({"activations": option} if option else {}))
+    assert any("8-bit activations" in line for line in made.model.loaded.report) == narrow, made.model.loaded.report
+
+
+def test_another_word_for_activations_is_refused():
+    with pytest.raises(Unavailable, match="declared, 8bit, 16bit"):
+        Cuda({"activations": "4bit"}).probe()
 
 
 def test_an_engine_gives_the_text_of_cpu(tmp_path):
