@@ -14,6 +14,7 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from isthmus.core.cache.events import CacheEvents, Cleared, Removed
+from isthmus.core.cache.eviction import Use
 from isthmus.core.cache.manager import CacheManager
 from isthmus.core.cache.node import Node
 from isthmus.core.cache.pool import FREE, TREE, OwnershipError
@@ -231,7 +232,8 @@ class CacheMachine(RuleBasedStateMachine):
         row = np.zeros(len(tokens) // self.page + 40, np.int32)
         row[:len(pages) + need] = np.concatenate([pages, fresh])
         self.live[self.owner] = Live(list(tokens), domain, row, len(pages) + need, len(pages), node)
-        self.live[self.owner].use = self.cache.admit(ids, len(pages), node, hint)
+        use = self.cache.admit(ids, len(pages), node, hint)
+        self.live[self.owner].use = use or Use(0, seam=self.owner % 5)  # LRU makes none: a seam all the same
         self.history = [*self.history[-11:], (list(tokens), domain)]
         return self.owner
 

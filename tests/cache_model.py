@@ -58,7 +58,9 @@ class Model:
         while len(gone) < count and (leaves := self.leaves()):
             prefix = min(leaves, key=lambda leaf: self.cached[leaf].stamp)
             if victims is not None:
-                prefix = next(leaf for leaf in leaves if self.cached[leaf].page == victims[len(gone)])
+                page = victims[len(gone)] if len(gone) < len(victims) else 0
+                assert page in [self.cached[leaf].page for leaf in leaves], f"page {page} may not go, or another must"
+                prefix = next(leaf for leaf in leaves if self.cached[leaf].page == page)
             gone.append(self.cached.pop(prefix).page)
         self.release(gone[::-1])
         return gone

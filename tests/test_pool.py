@@ -43,6 +43,15 @@ def test_pages_for_several_owners_in_one_call():
     assert pool.owner.tolist() == [0, 7, 8, 9, 0, 0]
 
 
+def test_numbers_of_releases_begin_anew_and_stay_apart():
+    pool = PagePool(6)
+    pool._released = 2**32 - 3
+    pool.release(pool.alloc(2, 1), 1)
+    assert pool.generation.tolist() == [0, 2**32 - 2, 2**32 - 1, 0, 0, 0]
+    pool.release(pool.alloc(3, 1), 1)
+    assert sorted(pool.generation.tolist()) == [0, 0, 0, 1, 2, 3]
+
+
 def test_transfer_keeps_the_generation():
     pool = PagePool(5)
     taken = pool.alloc(2, 1)

@@ -1,14 +1,14 @@
 """The page pool: which pages are free, and who owns each of the others.
 
 Invariants, checked by identity: every page has one owner; free pages are on the free list exactly once; a page's
-generation is the number of its last release, the same for no other, so a stale handle is told from a live one. Page 0
-is nobody's: padding goes there.
+generation is the number of its last release (they begin anew after 4 billion), the same for no other, so a stale handle
+is told from a live one. Page 0 is nobody's: padding goes there.
 
 Order of reuse: the free list is a stack. What came back last goes out first, and of one release its last page: of a
 request that ends the partial page first, then full ones that never were cached, tails before heads. Cached pages are
 not on the list: they are evicted once it is empty, tails before heads too.
 
-Memory: 20 bytes a page. Every call is a fixed number of numpy operations, whatever the number of pages.
+Memory: 12 bytes a page. Every call is a fixed number of numpy operations, whatever the number of pages.
 """
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class PagePool:
         if total < 2:
             raise ValueError(f"a pool needs at least 2 pages (page 0 is nobody's), got {total}")
         self.strict, self.violations = strict, 0
-        self.generation, self._released = np.zeros(total, np.uint64), 0
+        self.generation, self._released = np.zeros(total, np.uint32), 0
         self._all_free(total)
 
     def shrink(self, total: int) -> None:
@@ -51,14 +51,13 @@ class PagePool:
         if len(owned) or not 2 <= total <= self.total:
             raise OwnershipError(f"from {self.total} to {total} pages while {len(owned)} are owned, such as "
                                  + ", ".join(f"{page} by {owner_name(self.owner[page])}" for page in owned[:3]))
-        self._released += 1
-        self.generation = np.full(total, self._released, np.uint64)
+        self.generation = np.full(total, self._numbers(1)[0], np.uint32)
         self._all_free(total)
 
     def _all_free(self, total: int) -> None:
         self.total, self._top, self.quarantined = total, total - 1, 0
         self.owner = np.full(total, FREE, np.int32)
-        self._free = np.arange(total - 1, 0, -1)
+        self._free = np.arange(total - 1, 0, -1, dtype=np.int32)
 
     @property
     def free(self) -> int:
@@ -76,8 +75,8 @@ class PagePool:
         top = self._top
         if count > top:
             return None
-        at = self._free[top - count:top][::-1]
-        pages = at.astype(np.int32)
+        pages = self._free[top - count:top][::-1].copy()
+        at = pages.astype(np.intp)  # indexing makes one of it each time otherwise
         self._top = top - count
         if np.count_nonzero(self.owner.take(at)):  # FREE is 0
             return self._alloc_again(pages, owner)
@@ -96,9 +95,7 @@ class PagePool:
     def release(self, pages: np.ndarray, owner: int) -> None:
         """Give pages back. A page that `owner` does not own, or that is named twice, is a violation and stays out."""
         at = self._owned(pages, owner, "released")
-        numbers = np.arange(self._released + 1, self._released + len(at) + 1, dtype=np.uint64)
-        self._released += len(at)
-        self.generation[at] = numbers
+        self.generation[at] = numbers = self._numbers(len(at))
         found = self.generation.take(at)
         if found.tobytes() != numbers.tobytes():  # of a page that is named twice the later number stays
             twice = np.unique(at[found != numbers])
@@ -114,7 +111,7 @@ class PagePool:
     def check(self, pages: np.ndarray, generations: np.ndarray, owner: int) -> None:
         """Before a write or an adoption: the pages are still `owner`'s and of these generations."""
         at = self._owned(pages, owner, "used")
-        stale = self.generation[at] != np.asarray(generations, np.uint64)[:len(at)]
+        stale = self.generation[at] != np.asarray(generations, np.uint32)[:len(at)]
         if stale.any():
             self._violation(at[stale], "used with a stale generation", owner)
 
@@ -155,6 +152,12 @@ class PagePool:
                 self._violation(strange, f"{done} by {owner_name(owner)}", owner)
             at = at[~wrong]
         return at
+
+    def _numbers(self, count: int) -> np.ndarray:
+        """The next `count` numbers of releases, uint32."""
+        first = self._released + 1 if self._released + count < 2**32 else 1
+        self._released = first + count - 1
+        return np.arange(first, first + count, dtype=np.uint32)
 
     def _push(self, pages: np.ndarray) -> None:
         top = self._top + len(pages)
