@@ -106,8 +106,8 @@ SCHEDULER = [
     Mutant("the budget is not counted down", Scheduler, "_plan_prefill",
            "        budget -= chunks[-1].stop - chunks[-1].start\n    if admit", "    if admit"),
     Mutant("queued tokens are miscounted", Waiting, "remove", "self.tokens -= request.known", "pass"),
-    Mutant("waiting requests never time out", Scheduler, "_expire", "late = [r for r in self._waiting",
-           "late = [r for r in ()"),
+    Mutant("waiting requests never time out", Scheduler, "_expire",
+           "in [r for r in self._waiting if not", "in [r for r in () if not"),
     Mutant("retracted requests never time out", Scheduler, "_expire",
-           "[*self._running.values(), *back]", "self._running.values()", seed=100),
+           "*(r for r in self._waiting if r.attempts)]", "]", seed=100),
 ]

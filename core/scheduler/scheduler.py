@@ -115,8 +115,7 @@ class Scheduler:
         if self._waiting and self._plans % LOOK_AGAIN == 0:
             self._count_shares()
         view = View(lambda r: self.cache.cached_tokens(r.stored, r.domain, r.known - 1), now, self.pace.per_token)
-        if self._waiting and self._running:
-            self._preempt(view)
+        self._preempt(view)
         decode, retracted = self._plan_decode()
         chunks = self._plan_prefill(view, self.pace.budget(len(decode)), admit=not retracted)
         if not len(decode) and not chunks:
@@ -133,8 +132,7 @@ class Scheduler:
         table.length[plan.decode] += 1
         ready = []
         for chunk in plan.chunks:
-            if chunk.sample:
-                table.length[chunk.slot] += 1
+            table.length[chunk.slot] += chunk.sample
             if chunk.sample or chunk.stop >= chunk.request.known:
                 ready.append(chunk.slot)
                 del self._prefilling[chunk.request]
@@ -321,13 +319,13 @@ class Scheduler:
 
     def _affords(self, request: Request, need: int) -> bool:
         """Are there pages for a further request and for what the running ones are still going to produce?"""
-        free, table, foresight = self.cache.available - need, self.table, self.limits.foresight
-        if len(self._running) + 1 > free:
+        free, table, limits, growth = self.cache.available - need, self.table, self.limits, self.growth
+        if len(self._running) >= free:
             return False
-        if not foresight or self.growth.seen < foresight:
+        if not limits.foresight or growth.seen < limits.foresight or growth.still_fits(request, need, limits.page_size):
             return True
         slots = np.fromiter(self._running, np.int32, len(self._running))
-        return self.growth.fits(table, slots, request, self.limits.page_size, free)
+        return growth.fits(table, slots, request, limits.page_size, free)
 
     def _catch_up(self, request: Request) -> None:
         """Skip prompt tokens whose pages another request has put into the tree since this one was admitted."""
@@ -468,8 +466,8 @@ class Scheduler:
                 self.growth.ended(int(self.table.known[request.slot]) - request.prompt_len)
             self._vacate(request)
         else:
-            self._changes += 1
             self._waiting.remove(request)
+        self._changes += 1
         self.stats.finished(request)
 
     def _vacate(self, request: Request) -> None:
@@ -492,12 +490,10 @@ class Scheduler:
         if now < self._next_expiry:
             return
         self._next_expiry, limits = now + 1.0, self.limits
-        back = [r for r in self._waiting if r.attempts]
-        late = [r for r in self._waiting if not r.attempts and now - r.arrival > limits.waiting_timeout]
-        for request in late:
+        for request in [r for r in self._waiting if not r.attempts and now - r.arrival > limits.waiting_timeout]:
             self._end(request, "error", f"waited {now - request.arrival:.0f} s, the limit is "
                                         f"{limits.waiting_timeout:.0f} s (--waiting-timeout)", status=503)
-        late = [r for r in [*self._running.values(), *back] if now - r.started > limits.running_timeout]
-        for request in late:
+        started = [*self._running.values(), *(r for r in self._waiting if r.attempts)]
+        for request in [r for r in started if now - r.started > limits.running_timeout]:
             self._end(request, "error", f"ran {now - request.started:.0f} s, the limit is "
                                         f"{limits.running_timeout:.0f} s (--running-timeout)", status=504)
