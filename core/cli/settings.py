@@ -194,8 +194,8 @@ def _load_yaml(path: Path) -> dict[Any, Any]:
 def read_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """Settings among the variables, by name. An empty variable counts as unset.
 
-    A value like tcp://10.0.0.1:80 is left out where no endpoint is meant: Kubernetes sets one for every service, so also
-    for one named isthmus.
+    A value like tcp://10.0.0.1:80 is left out where no endpoint is meant: Kubernetes sets one for every service, so
+    also for one named isthmus.
     """
     return {s.name: value for s in list_settings().values() if (value := environment.get(s.variable))
             and (s.meta("endpoint") or not value.startswith(("tcp://", "udp://")))}
