@@ -44,9 +44,12 @@ class Server:
                                         stdout=self.said, stderr=subprocess.STDOUT,
                                         env={**os.environ, "TMPDIR": str(folder)})
         self.known: dict[int, psutil.Process] = {self.process.pid: psutil.Process(self.process.pid)}
+        self.shared: set[str] = set()  # files of shared memory that a worker had
         deadline, found = time.monotonic() + RECOVER_S, None
         while not found:
-            assert self.process.poll() is None and time.monotonic() < deadline, "the server did not start"
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                self.process.kill()
+                raise RuntimeError(f"the server did not start: {Path(self.said.name).read_text()[-2000:]}")
             time.sleep(0.05)
             text = Path(self.said.name).read_bytes()[start:].decode(errors="replace")
             found = re.search(r"ready .*?(http://127\.0\.0\.1:\d+)|(http://127\.0\.0\.1:\d+)", text)
@@ -58,10 +61,11 @@ class Server:
         try:
             for child in psutil.Process(self.process.pid).children(recursive=True):
                 self.known[child.pid] = child
+                self.shared.update(m.path for m in child.memory_maps() if m.path.startswith("/dev/shm"))
                 role = " ".join(child.cmdline()).rpartition(".")[2]
                 if role in ROLES:
                     found[role] = child
-        except psutil.NoSuchProcess:
+        except psutil.Error:  # it is gone, or going
             pass
         return found
 
@@ -133,7 +137,7 @@ class Chaos:
         self.load, self.problems = Load(clients), []
         self.kills = dict.fromkeys(ROLES, 0)
         self.answer_s, self.recovery_s = [], []
-        self.shared = set(os.listdir("/dev/shm"))
+        self.shared: set[str] = set()
 
     async def run(self, times: int) -> dict:
         server = await self._start()
@@ -185,6 +189,7 @@ class Chaos:
                 self.load.url = ""
                 await asyncio.to_thread(server.process.wait)
                 await self._gone(server)
+                self.shared |= server.shared
                 server = await self._start()
                 break
         await self._ready(server)
@@ -216,8 +221,8 @@ class Chaos:
         await self._gone(server)
         if left := [path.name for path in self.folder.iterdir()]:
             self.problems.append(f"left in the folder for temporary files: {left}")
-        if left := set(os.listdir("/dev/shm")) - self.shared:
-            self.problems.append(f"shared memory is left: {sorted(left)}")
+        if left := [path for path in self.shared | server.shared if os.path.exists(path)]:
+            self.problems.append(f"shared memory is left: {left}")
 
 
 def chaos(times: int, clients: int = 12, seed: int = 0, model: str | None = None) -> dict:

@@ -11,7 +11,7 @@ COST = 120  # seconds
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="looks at /dev/shm")
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the processes' memory maps")
 def test_killed_processes_cost_what_was_running_and_nothing_else():
     result = chaos(times=8)
     assert not result["problems"], result

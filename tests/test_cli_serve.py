@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
 import json
 import os
 import signal
@@ -18,7 +19,7 @@ from isthmus.core.errors import ConfigError
 from starlette.testclient import TestClient
 
 from .checkpoints import tiny_llama_gguf
-from .effort import SOON
+from .effort import SOON, until
 from .fake_client import make_app
 from .serving import Serving
 
@@ -313,3 +314,25 @@ def test_answers_have_one_form_while_the_model_loads_and_when_the_engine_is_dead
         assert "retry-after" not in dead.headers, "it does not come back"
         assert dead.json()["error"]["code"] == "engine_dead" and loading["error"]["code"] == "loading"
         assert loading["error"].keys() == dead.json()["error"].keys()
+
+
+def test_a_full_server_says_so_and_when_to_come_again(tiny, tmp_path):
+    """One request runs, one waits until it has waited too long, one more is refused, one runs too long."""
+    words = ("--max-running-requests=1", "--max-queued-requests=1", "--waiting-timeout=1", "--running-timeout=4")
+    with Serving(tiny, *words, temporary=tmp_path, delay_ms=100) as server:
+        running = server.stream(200)
+        answers: dict[str, http.client.HTTPResponse] = {}
+        waiting = threading.Thread(target=lambda: answers.update(late=server.ask(
+            "POST", "/v1/completions", {"prompt": "hello", "max_tokens": 200, "ignore_eos": True})))
+        waiting.start()
+        until(lambda: json.loads(server.ask("GET", "/server_info").read())["stats"]["waiting"] == 1)
+        refused = server.ask("POST", "/v1/completions", {"prompt": "hello"})
+        assert refused.status == 429 and int(refused.headers["Retry-After"]) >= 1
+        assert "the limit is 1" in json.loads(refused.read())["error"]["message"]
+        waiting.join(SOON)
+        assert answers["late"].status == 503 and int(answers["late"].headers["Retry-After"]) >= 1
+        assert "--waiting-timeout" in json.loads(answers["late"].read())["error"]["message"]
+        assert b"--running-timeout" in running.read(), "an event of its stream"
+        assert server.ask("GET", "/health").status == 200
+        again = server.ask("POST", "/v1/completions", {"prompt": "hello", "max_tokens": 1})
+        assert again.status == 200

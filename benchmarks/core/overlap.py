@@ -1,0 +1,178 @@
+"""How much of the time a device computes while the real server in its three processes plans, streams and stops for it.
+
+    python benchmarks/core/overlap.py --requests 256 --step-ms 5
+
+The device is a model of one: a queue of steps that take exactly so long each, one after the other, with no thread and
+no lock of Python's, so that it idles only when the next step has not been launched in time. Every request streams, has
+stop strings, and a hook that costs what a grammar would: a mask of the vocabulary for each row and step. Counted are
+steps with all the requests on the device. `host_ms` is processor time of the scheduler's process, all its duties
+included. On a machine that is busy with other things the processor is theirs too: `--realtime` has the system run the
+scheduler's process whenever it can run (needs the right to; SCHED_FIFO), as on a machine with a core to spare for it.
+"""
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from isthmus.core.config import CacheSettings, Config, ModelSettings, SchedulerSettings
+from isthmus.core.engine import EngineCore
+from isthmus.core.messages import SamplingParams, Submit, Watch, pack_ids
+from isthmus.core.plan import Batch, StepResult
+from isthmus.core.processes.three import ProcessClient
+from isthmus.platforms.null.platform import Platform as Null
+
+STEPS = 1_000_000   # that are kept
+VOCAB_WORDS = 1024  # of 32 bits: a vocabulary of 32,768 for the masks
+STATES = 512        # of the grammar that is imitated
+
+
+class Grammar:
+    """Does each step what a compiled grammar does: next states from the last tokens, then each row's mask."""
+
+    def __init__(self) -> None:
+        rng = np.random.default_rng(0)
+        self.masks = rng.integers(0, 2**32, (STATES, VOCAB_WORDS), np.uint32)
+        self.states = np.zeros(8193, np.int64)
+
+    def fill(self, batch: Batch) -> np.ndarray:
+        rows = batch.seqs[batch.rows[batch.logit_rows]]
+        self.states[rows] = (self.states[rows] * 31 + batch.positions[batch.logit_rows]) % STATES
+        return self.masks[self.states[rows]]
+
+
+class Device(Null):
+    """A queue of steps of `step_s` seconds. began, ended, rows: of each, on the clock."""
+
+    def __init__(self, step_s: float, grammar: bool):
+        super().__init__({"check": "0"})
+        self.step_s, self.free_at = step_s, 0.0
+        self.grammar = Grammar() if grammar else None
+        self.began, self.rows = np.zeros(STEPS), np.zeros(STEPS, np.int32)
+        self.cpu, self.steps = np.zeros(STEPS), 0
+
+    def compile(self, forward: Any, weights: Any, bucket: Any) -> Any:
+        def step(state: Any, batch: Batch) -> tuple[Any, Any]:
+            masks = self.grammar.fill(batch) if self.grammar else None
+            begin = max(time.monotonic(), self.free_at)
+            self.free_at = begin + self.step_s
+            if self.steps < STEPS:
+                self.began[self.steps], self.rows[self.steps] = begin, len(batch.seqs)
+                self.cpu[self.steps] = time.process_time()
+            self.steps += 1
+            return Launched(self, batch, self.free_at, masks), state
+        return step
+
+
+class Launched:
+    """A step in the queue."""
+
+    def __init__(self, device: Device, batch: Batch, end: float, masks: np.ndarray | None):
+        self.device, self.batch, self.end, self.masks = device, batch, end, masks
+
+    def collect(self) -> StepResult:
+        batch = self.batch
+        rows = batch.logit_rows
+        mixed = batch.positions[rows].astype(np.int64) * 7919 + batch.seqs[batch.rows[rows]] * 104729
+        tokens = np.where(batch.targets < 0, 3 + mixed % (self.device._vocab - 3), batch.targets).astype(np.int32)
+        wait = self.end - time.monotonic()
+        if wait > 0:
+            time.sleep(wait)
+        return self.device._result(tokens, batch)
+
+
+class Engine(EngineCore):
+    """The engine on that device; "stats" also says how it was kept busy."""
+
+    def __init__(self, config: Config, progress: Any = None):
+        self.device = Device(float(os.environ["OVERLAP_STEP_S"]), os.environ["OVERLAP_GRAMMAR"] == "1")
+        super().__init__(config, progress, platform=self.device)
+        if os.environ["OVERLAP_REALTIME"] == "1":
+            os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
+
+    def stats(self) -> dict[str, Any]:
+        return {**super().stats(), **busy(self.device, int(os.environ["OVERLAP_ROWS"]))}
+
+
+def busy(device: Device, rows: int) -> dict[str, float]:
+    """What the device did in steps with at least `rows` rows that followed such a step."""
+    n = min(device.steps, STEPS)
+    full = device.rows[:n] >= rows
+    pairs = np.flatnonzero(full[1:] & full[:-1])
+    if len(pairs) < 20:
+        return {"full_steps": len(pairs)}
+    pairs = pairs[10:]
+    gaps = np.maximum(0.0, np.diff(device.began[:n])[pairs] - device.step_s)
+    cpu = np.diff(device.cpu[:n])[pairs]
+    median = float(np.median(gaps))
+    return {"full_steps": len(pairs), "idle_share": float(gaps.mean() / (gaps.mean() + device.step_s)),
+            "idle_share_of_median": median / (median + device.step_s), "gap_ms_median": median * 1e3,
+            "gap_ms_p99": float(np.percentile(gaps, 99)) * 1e3, "steps_without_a_gap": float((gaps < 1e-6).mean()),
+            "host_ms_median": float(np.median(cpu)) * 1e3, "host_ms_p99": float(np.percentile(cpu, 99)) * 1e3}
+
+
+async def one(client: ProcessClient, number: int, tokens: int, got: list[int]) -> None:
+    """One streaming request with stop strings that never come."""
+    params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True, stop=("\x00never", "\x00none"))
+    submit = Submit(f"r{number}", pack_ids([3 + number % 100, 4, 5, 6 + number // 100]), params)
+    async for output in client.generate(submit, Watch(submit.id, params.stop)):
+        got[0] += len(output.tokens) // 4
+        got[1] += 1
+
+
+async def measure(config: Config, requests: int, waves: float, tokens: int) -> dict[str, Any]:
+    """All requests at once, more than can run: the device's numbers, and those of the clients."""
+    client = ProcessClient(config, engine="overlap:Engine")
+    got = [0, 0]
+    try:
+        await client.start()
+        began = time.monotonic()
+        await asyncio.gather(*(one(client, i, tokens, got) for i in range(int(requests * waves))))
+        seconds = time.monotonic() - began
+        stats = await client.command("stats")
+    finally:
+        await client.close()
+    keys = ("full_steps", "idle_share", "idle_share_of_median", "gap_ms_median", "gap_ms_p99", "steps_without_a_gap",
+            "host_ms_median", "host_ms_p99")
+    return {key: round(stats[key], 5) for key in keys if key in stats} | {
+        "tokens": got[0], "tokens_per_output": round(got[0] / got[1], 2), "seconds": round(seconds, 2)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, default=256, help="on the device at once")
+    parser.add_argument("--waves", type=float, default=2, help="times as many are asked for")
+    parser.add_argument("--tokens", type=int, default=200, help="of each request")
+    parser.add_argument("--step-ms", type=float, default=5)
+    parser.add_argument("--no-grammar", action="store_true")
+    parser.add_argument("--no-overlap", action="store_true", help="for comparison")
+    parser.add_argument("--realtime", action="store_true", help="a processor for the scheduler whenever it needs one")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    root = Path(__file__).resolve().parent
+    sys.path.insert(0, str(root.parent.parent / "tests"))
+    from checkpoints import tiny_llama_gguf
+    os.environ |= {"PYTHONPATH": str(root), "OVERLAP_STEP_S": str(args.step_ms / 1e3),
+                   "OVERLAP_ROWS": str(args.requests), "OVERLAP_GRAMMAR": str(int(not args.no_grammar)),
+                   "OVERLAP_REALTIME": str(int(args.realtime))}
+    with tempfile.TemporaryDirectory(prefix="isthmus-overlap-") as folder:
+        model = str(tiny_llama_gguf(Path(folder, "tiny.gguf")))
+        config = Config(
+            model=ModelSettings(model), cache=CacheSettings(kv_cache_memory="256MiB"),
+            scheduler=SchedulerSettings(max_running_requests=args.requests, overlap=not args.no_overlap, restart=0))
+        result = asyncio.run(measure(config, args.requests, args.waves, args.tokens))
+    result = vars(args) | {"json": None} | result
+    print(json.dumps(result, indent=1))
+    if args.json:
+        args.json.write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
