@@ -74,8 +74,8 @@ class CacheSettings:
     prefix_cache: bool = setting(True, "reuse K and V of prompts that share a prefix")
     eviction_policy: str = setting("learned", "which cached pages go first when memory is short",
                                    choices=_eviction_policies)
-    pin_share: float = setting(0.25, "largest share of the cache that pinned sessions may keep; 0 refuses pins", least=0,
-                               most=1)
+    pin_share: float = setting(0.25, "largest share of the cache that pinned sessions may keep; 0 refuses pins",
+                               least=0, most=1)
     cache_isolation: str = setting("none", "who shares cached prefixes: none = everybody, key = only those with the "
                                    "same API key, so that response times tell nobody of others' prompts",
                                    choices=("none", "key"))

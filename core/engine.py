@@ -161,8 +161,8 @@ class EngineCore:
         return outputs
 
     def command(self, name: str, **arguments: Any) -> dict[str, Any]:
-        """Administrative calls: "stats", "flush_cache", "ping", "verify", "pin" (session, ttl), "unpin" (session). Raises
-        ValueError for another name, `RequestError` for what cannot be pinned."""
+        """Administrative calls: "stats", "flush_cache", "ping", "verify", "pin" (session, ttl), "unpin" (session).
+        Raises ValueError for another name, `RequestError` for what cannot be pinned."""
         self.recorder.commanded(name, arguments)
         commands = {"stats": self.stats, "verify": self._verify, "ping": self._ping,
                     "flush_cache": lambda: {"flushed_pages": self.cache.flush()}, "pin": self._pin,

@@ -110,8 +110,8 @@ class EngineClient(ABC):
             self._send(Abort((self._names[id],)))
 
     async def command(self, name: str, timeout: float = 60.0, **arguments: str | float) -> dict[str, Any]:
-        """The engine's answer to an administrative call. `IsthmusError` or `RequestError` if it refuses, `EngineDead` if
-        it is gone."""
+        """The engine's answer to an administrative call. `IsthmusError` or `RequestError` if it refuses, `EngineDead`
+        if it is gone."""
         if self._state != "ready":
             raise self.dead()
         token = f"{name}-{next(self._serial)}"
