@@ -14,6 +14,7 @@ from isthmus.core.scheduler.scheduler import Scheduler
 
 from .scheduling import Run
 
+COST = 5  # seconds
 LIMITS = Limits(max_running=4, max_queued=10_000, chunk=64, page_size=16, max_model_len=8192, vocab_size=1000)
 
 

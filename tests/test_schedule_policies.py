@@ -25,6 +25,7 @@ from isthmus.core.scheduler.request import Request
 
 from .scheduling import Run
 
+COST = 4  # seconds
 LONG = {"ignore_eos": True}
 
 

@@ -5,6 +5,7 @@ test_mutants.py.
 """
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -15,7 +16,8 @@ from isthmus.core.scheduler.policy import POLICIES
 
 from .scheduling import DOMAINS, MAX_LEN, PARAMS, VOCAB, Run, random_run
 
-STEPS = 100_000
+COST = 12  # seconds
+STEPS = int(os.environ.get("SCHEDULER_MACHINE_STEPS", "100000"))  # nightly: a million
 
 
 class SchedulerMachine(RuleBasedStateMachine):

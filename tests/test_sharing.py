@@ -14,6 +14,7 @@ from isthmus.core.scheduler.scheduler import Scheduler
 from isthmus.core.specs import LayerState, StateSpec
 from isthmus.platforms.null.platform import Platform, next_token
 
+COST = 6  # seconds
 PREFIX, SUFFIX, REQUESTS, PAGE, VOCAB = 1500, 20, 8, 16, 1000
 
 
