@@ -27,8 +27,7 @@ class CacheManager:
                  pin_share: float = 0.25):
         self.pool = PagePool(pages, strict)
         self.tree = RadixTree(page_size, policy, self.pool.capacity)
-        self.pins = Pins(self.tree.policy, pin_share)
-        self.tree.pop = self.pins.pop
+        self.pins = Pins(self.tree, pin_share)
         self.page_size, self.enabled = page_size, enabled
         self.evicted_pages = 0
         self.now = 0.0  # seconds; the cache has no other clock

@@ -10,8 +10,8 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 from ..errors import RequestError
-from .eviction import EvictionPolicy
 from .node import Node
+from .radix import RadixTree
 
 SESSIONS = 4096  # of which the last place in the tree is known
 SWEEP = 10.0     # seconds between looks for what was evicted
@@ -29,10 +29,11 @@ class Pin:
 
 
 class Pins:
-    """Stands between the tree and its eviction policy where victims are chosen. share: of the cache, at most."""
+    """Stands between the tree and its eviction policy where victims are chosen, while there are pins. share: of the
+    cache, at most."""
 
-    def __init__(self, policy: EvictionPolicy, share: float):
-        self._policy, self._share = policy, share
+    def __init__(self, tree: RadixTree, share: float):
+        self._tree, self._policy, self._share = tree, tree.policy, share
         self._last: OrderedDict[str, Node] = OrderedDict()
         self._pins: dict[str, Pin] = {}
         self._by_node: dict[Node, set[str]] = {}
@@ -51,8 +52,6 @@ class Pins:
     def pop(self) -> Node | None:
         """The leaf to evict next: the first that the policy gives and nobody has pinned, as long as there is one."""
         node = self._policy.pop()
-        if not self._by_node:
-            return node
         while node is not None and node in self._by_node:
             self._aside[node] = None
             node = self._policy.pop()
@@ -112,6 +111,7 @@ class Pins:
             self._drop(min(self._pins.values(), key=lambda other: other.until))
         self._pins[session] = pin
         self._by_node.setdefault(node, set()).add(session)
+        self._tree.pop = self.pop
         self.pages += pin.pages
         self._next = min(self._next, pin.until)
         return pin
@@ -128,6 +128,8 @@ class Pins:
                 del self._aside[pin.node]
                 if pin.node.evictable:
                     self._policy.add(pin.node)
+        if not self._pins:
+            self._tree.pop = self._policy.pop
 
     def _give_way(self) -> Node | None:
         """Nothing but pinned leaves is left: the one whose pins are over first."""
