@@ -20,6 +20,8 @@ from isthmus.core.registry import RegistrationError
 
 from .cache_machine import CacheMachine
 
+COST = 12  # seconds
+
 
 class Requests:
     """Runs prompts of one-token pages through a cache, one after the other."""

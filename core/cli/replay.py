@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -49,7 +50,7 @@ def run(arguments: argparse.Namespace, resolved: Any) -> int:
         trace = trace.head(arguments.requests)
     if arguments.convert:
         return _convert(trace, arguments.convert)
-    with ProgressLine() as line:
+    with ProgressLine(sys.stderr) as line:
         report = replay(trace, order, _patient(line))
     for path in arguments.plot:
         write_plot(report, path)
