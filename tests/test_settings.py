@@ -122,7 +122,8 @@ def test_all_that_is_wrong_is_told_at_once(tmp_path):
     ("max_running_requests", "0", "between 1 and 8192"),
     ("page_size", "0", "at least 1"),
     ("dtype", "float23", "did you mean float32?"),
-    ("schedule_policy", "lmp", "--schedule-policy: 'lmp' is not one of fcfs, lpm; did you mean lpm?"),
+    ("schedule_policy", "lmp", "--schedule-policy: 'lmp' is not one of deadline, dfs-weight, fair, fcfs, lpm, priority, "
+     "shortest-first; did you mean lpm?"),
     ("eviction_policy", "foo", "--eviction-policy: 'foo' is not one of arc, learned, lfu, lru, priority, slru, ttl"),
     ("kv_cache_memory", "4 potatoes", "--kv-cache-memory: '4 potatoes' is not a size"),
     ("waiting_timeout", "-1", "at least 0"),
@@ -198,7 +199,7 @@ def test_an_empty_variable_is_an_unset_one(tmp_path):
 
 def test_whoever_registers_a_policy_can_choose_it(monkeypatch):
     monkeypatch.setitem(POLICIES._entries, "newest", FirstComeFirstServed)
-    assert list_settings()["schedule_policy"].choices == ("fcfs", "lpm", "newest")
+    assert list_settings()["schedule_policy"].choices == tuple(sorted([*POLICIES]))
     assert resolve({"schedule_policy": "newest"}, {}).config.scheduler.schedule_policy == "newest"
 
 
