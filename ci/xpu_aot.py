@@ -60,12 +60,17 @@ def unchosen(spec: Any) -> str | None:
 
 def stand_in() -> None:
     """For what is not here: the device's name, which the compiler builds a helper against Level Zero's headers to ask
-    for; and `triton.constexpr_function`, which came after this version (a call of it is folded, here as there)."""
-    import triton
-    import triton.language as tl
+    for."""
     from triton.backends import backends
     module = backends["intel"].compiler.__init__.__globals__  # it is in no sys.modules
     module["compile_module_from_src"] = lambda *_: SimpleNamespace(parse_device_arch=lambda _: FAMILY)
+    constexpr_functions()
+
+
+def constexpr_functions() -> None:
+    """`triton.constexpr_function` for versions from before it: a call is folded, here as there."""
+    import triton
+    import triton.language as tl
 
     def constexpr_function(function: Callable[..., Any]) -> Callable[..., Any]:
         @tl.core.builtin
