@@ -1,6 +1,6 @@
 """What the cache costs a scheduler: admission and end of a request, the ledger's share, memory by page and node.
 
-    OMP_NUM_THREADS=1 python benchmarks/core/cache.py [--page-size 16] [--policy lru] [--json FILE]
+    OMP_NUM_THREADS=1 python benchmarks/core/cache.py [--page-size 16] [--policy learned] [--json FILE]
 
 Everything is CacheManager's, with every duty on; thread CPU time, medians of rounds.
 """
@@ -153,7 +153,7 @@ def memory(nodes: int, tokens: int, page_size: int, policy: str) -> dict[str, An
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--page-size", type=int, default=16)
-    parser.add_argument("--policy", default="lru")
+    parser.add_argument("--policy", default="learned")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     size, policy = options.page_size, options.policy

@@ -254,7 +254,7 @@ def main() -> None:
     parser.add_argument("--pages", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--nodes", type=int, nargs="+", default=[1000, 100_000])
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--policy", default="lru", help="eviction policy of Isthmus")
+    parser.add_argument("--policy", default="learned", help="eviction policy of Isthmus")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     made = None

@@ -182,7 +182,7 @@ class RadixTree:
         """
         freed, need, pop = [], count, self.pop
         while need > 0 and (node := pop()) is not None:
-            keep = max(0, node.size - need)
+            keep = node.size - need if node.size > need else 0
             if self._watch:
                 self.policy.drop(node, keep)
             need -= node.size - keep

@@ -12,16 +12,13 @@ class Ghost:
     again: they had been used again while they were cached, or were ghosts once before.
     """
 
-    __slots__ = ("key", "home", "pages", "hits", "turn", "mark", "behind")
+    __slots__ = ("key", "home", "pages", "hits", "again", "turn", "mark", "behind")
 
     def __init__(self, key: bytes, home: dict[bytes, Ghost], pages: int, node: Node):
         self.key, self.home, self.pages = key, home, pages
         self.hits, self.turn, self.mark = node.hits, node.turn, node.mark
+        self.again = node.hits > 0
         self.behind: dict[bytes, Ghost] | None = None
-
-    @property
-    def again(self) -> bool:
-        return self.hits > 0
 
 
 class Ghosts:
@@ -45,7 +42,8 @@ class Ghosts:
         else:
             home, node.ghosts = self._home(node.parent), None
         ghost = Ghost(key, home, size - keep, node)
-        self.pages[ghost.again] += ghost.pages
+        pages = self.pages
+        pages[ghost.again] += ghost.pages
         if behind and len(behind) == 1:
             (last,) = behind.values()
             if last.mark == ghost.mark and last.hits == ghost.hits:  # trimmed off the same node just before
@@ -56,7 +54,7 @@ class Ghosts:
             self._leave(home[key])
         home[key] = ghost
         self._order.append(ghost)
-        while sum(self.pages) > self.limit or len(self._order) > self.limit:
+        while pages[0] + pages[1] > self.limit or len(self._order) > self.limit:
             self._leave(self._order.popleft())
 
     def recall(self, node: Node, rest: bytes, page_bytes: int) -> list[Ghost]:

@@ -62,20 +62,18 @@ class Learned:
 
     def use(self, node: Node, depth: int, rest: bytes, hint: CacheHint | None, priority: int) -> Use:
         self._used = number = self._used + 1
-        events, shadow, turn, seam, hits, lost = self._events, self.shadow, node.turn, depth, 0, 0.0
-        shadow.begin(number)
-        for ghost in self.ghosts.recall(node, rest, self._page_bytes):
-            events += (ghost.mark, ghost.hits + 1, ghost.pages, -number)
-            seam, hits = seam + ghost.pages, ghost.hits + 1
-            lost += shadow.gone(ghost.mark, ghost.pages)
-        while node.parent is not None:
-            size, mark = node.size, node.mark
-            node.hits += 1
-            events += (mark, node.hits, size, number)
-            lost += shadow.moved(mark, size) - size
-            node.mark, node = number, node.parent
-        self._behind += lost
-        self._asked += depth + (len(rest) // self._page_bytes if self._page_bytes else 0)
+        events, turn, seam, hits = self._events, node.turn, depth, 0
+        first = len(events)
+        if rest:
+            for ghost in self.ghosts.recall(node, rest, self._page_bytes):
+                events += (ghost.mark, ghost.hits + 1, ghost.pages, -number)
+                seam, hits = seam + ghost.pages, ghost.hits + 1
+        while (parent := node.parent) is not None:
+            again = node.hits + 1
+            events += (node.mark, again, node.size, number)
+            node.hits, node.mark, node = again, number, parent
+        self._behind += self.shadow.use(number, events, first) - depth
+        self._asked += depth + len(rest) // self._page_bytes if rest and self._page_bytes else depth
         self._kind[number % RING] = min(max(turn - 1, 0), TURNS - 1) * HINTS + hint_kind(hint)
         return Use(number, seam, hits)
 
@@ -109,11 +107,12 @@ class Learned:
 
     def pop(self) -> Node | None:
         best, least, oldest = None, 0.0, 0
+        plain, index, used = self.plain, self._index, self._used
         for kind, heap in self._heaps.items():
             while heap:
                 mark, _, node = heap[0]
-                if mark == node.mark and node.evictable:
-                    worth = 0.0 if self.plain else self._index[kind][bisect_right(_EDGES, self._used - mark)]
+                if mark == node.mark and not node.children and not node.locks and node.parent is not None:
+                    worth = 0.0 if plain else index[kind][bisect_right(_EDGES, used - mark)]
                     if best is None or worth < least or worth == least and mark < oldest:
                         best, least, oldest = heap, worth, mark
                     break
