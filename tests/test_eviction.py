@@ -289,8 +289,7 @@ def test_the_shadow_is_lru(asked, room):
     """Pages one by one, beside an ordered dict of `room` pages."""
     shadow, lru, last = LruShadow(), OrderedDict(), {}
     for use, page in enumerate(asked, 1):
-        shadow.begin(use)
-        hit = shadow.gone(last[page], 1) if page in last else 0.0
+        hit = shadow.use(use, [last[page], 1, 1, -use] if page in last else [])
         assert hit == (page in lru)
         shadow.grew(use, 1, room)
         last[page] = use

@@ -11,8 +11,8 @@ from ..node import Node
 class Use:
     """One request's use of its prefix, made by `EvictionPolicy.use` and handed back with what the request adds.
 
-    number: the policy's, kept as the mark of what the request adds. hits: what `Node.hits` of added pages starts at, as far as they were cached once.
-    seam: pages of the prompt, from its start, that are or were cached; an added node does not reach across it.
+    number: the policy's, kept as the mark of what the request adds. seam: pages of the prompt, from its start, that are
+    or were cached; an added node does not reach across it. hits: at which `Node.hits` of those added before it begin.
     """
 
     __slots__ = ("number", "seam", "hits")

@@ -12,50 +12,45 @@ class LruShadow:
     """LRU holds the pages of the uses after `bound`, and of its as many as fit: `size` are all, `room` may be held."""
 
     def __init__(self) -> None:
-        self.bound, self.size, self.room, self._last = 1, 0, 0, 0
+        self.bound, self.size, self.room = 1, 0, 0
         self._pages = [0] * SHADOWED  # by their last use
 
-    def begin(self, use: int) -> None:
-        """A new use; they are numbered 1, 2, 3 and so on."""
-        self._last = use
-        if use >= SHADOWED + self.bound:
+    def use(self, number: int, events: list[int], first: int = 0) -> float:
+        """A new use; they are numbered 1, 2, 3 and so on. How many of its pages would LRU have had?
+
+        events: what it touches, from `first` on, in the form that `ReuseModel.learn` takes.
+        """
+        if number >= SHADOWED + self.bound:
             self._advance()
-        self._pages[use % SHADOWED] = 0
-
-    def moved(self, before: int, pages: int) -> float:
-        """Cached pages, last used at `before`, are used now: how many of them LRU would have had."""
-        held = self._held(before, pages)
-        if before > self._last - SHADOWED:
-            self._pages[before % SHADOWED] -= pages
-        self._pages[self._last % SHADOWED] += pages
-        if before < self.bound:
-            self.size += pages
-        return held
-
-    def gone(self, before: int, pages: int) -> float:
-        """The same for pages that are asked for and not cached any more: they come back by `grew`."""
-        held = self._held(before, pages)
-        if before > self._last - SHADOWED:
-            self._pages[before % SHADOWED] -= pages
-        if before >= self.bound:
-            self.size -= pages
+        pages, bound, size, held = self._pages, self.bound, self.size, 0.0
+        oldest, moved = number - SHADOWED, 0
+        pages[number % SHADOWED] = 0
+        for i in range(first, len(events), 4):
+            before, count = events[i], events[i + 2]
+            if before > bound:
+                held += count
+            elif before == bound and (there := pages[before % SHADOWED]):
+                held += count * min(1.0, max(0.0, 1 - (size - self.room) / there))
+            if before > oldest:
+                pages[before % SHADOWED] -= count
+            if events[i + 3] > 0:
+                moved += count
+                if before < bound:
+                    size += count
+            elif before >= bound:
+                size -= count  # it comes back by `grew`
+        pages[number % SHADOWED] = moved
+        self.size = size
         return held
 
     def grew(self, use: int, pages: int, room: int) -> None:
         """Pages come into the cache that count as used at `use`; it holds `room` pages now, and so may LRU."""
         self.room = room
-        if use > self._last - SHADOWED:
+        if use >= self.bound:  # an older one has no entry of its own any more, or need not
             self._pages[use % SHADOWED] += pages
-        if use >= self.bound:
             self.size += pages
-        while self.bound < self._last and self.size - self._pages[self.bound % SHADOWED] >= room:
+        while self.bound < use and self.size - self._pages[self.bound % SHADOWED] >= room:
             self._advance()
-
-    def _held(self, before: int, pages: int) -> float:
-        if before != self.bound:
-            return float(pages) if before > self.bound else 0.0
-        there = self._pages[before % SHADOWED]
-        return pages * min(1.0, max(0.0, 1 - (self.size - self.room) / there)) if there else 0.0
 
     def _advance(self) -> None:
         self.size -= self._pages[self.bound % SHADOWED]
