@@ -39,7 +39,7 @@ def run(arguments: argparse.Namespace, resolved: Any) -> int:
     elif arguments.bisect:
         outcome = bisect(arguments.file, not arguments.fast)
     else:
-        outcome = rerun(arguments.file, arguments.until, not arguments.fast, arguments.verify)
+        outcome = rerun(arguments.file, arguments.until, not arguments.fast, lambda step: arguments.verify)
     if arguments.json:
         print(json.dumps(asdict(outcome)))
     elif outcome.broken:

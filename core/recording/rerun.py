@@ -6,6 +6,7 @@ recording was made on, and the results are the recorded ones.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -61,8 +62,8 @@ class Outcome:
     """What a rerun came to. broken: the first thing that is wrong, at step `step`; "" when all is as recorded.
     cut: the recording's last frame was being written when the process ended."""
 
-    steps: int
-    entries: int
+    steps: int = 0
+    entries: int = 0
     broken: str = ""
     step: int = 0
     stats: dict[str, Any] | None = None
@@ -200,113 +201,66 @@ def make_engine(header: Header, script: Script, platform: Any) -> EngineCore:
     return EngineCore(config, loaded=loaded, recorder=script)
 
 
-class Rerun:
-    """One run through a recording. `check`: the null platform looks at every number of every batch."""
-
-    def __init__(self, recording: Recording, check: bool = True):
-        self.script = Script(recording.entries())
-        vocab = recording.header.model.vocab_size
-        self.platform = load_platform(DEVICE, {"check": str(int(check)), "vocab": str(vocab)})
-        self.engine = make_engine(recording.header, self.script, self.platform)
-
-    def go(self, until: int | None = None, look: Callable[[int], None] | None = None) -> None:
-        """Carry out calls until the recording ends or step `until` is launched; `look(step)` after each step.
-
-        Raises `Difference`, and `RecordingError` where the recording is broken.
-        """
-        try:
-            while (call := self.script.call()) is not None and (until is None or self.script.step < until):
-                before = self.script.step
-                self._carry_out(call)
-                if look and self.script.step != before:
-                    look(self.script.step)
-        except _Cut:
-            pass
-        if self.script.error:
-            raise self.script.error
-
-    def verify(self) -> str:
-        """What is wrong with the ledger; "" when nothing is."""
-        try:
-            self.engine.scheduler.verify()
-        except AssertionError as error:
-            return str(error)
-        return ""
-
-    def _carry_out(self, call: Entry) -> None:
-        if isinstance(call, Stepped):
-            self.engine.step()
-            return
-        try:
-            if isinstance(call, Submitted):
-                self.engine.submit(call.request)
-            elif isinstance(call, Aborted):
-                self.engine.abort(call.ids, call.reason)
-            elif isinstance(call, Commanded):
-                self.engine.command(call.name, **call.arguments)
-        except Exception:  # it was refused when it was recorded too, else the next entry differs
-            pass
-
-
-def rerun(path: Path, until: int | None = None, check: bool = True, verify: bool = False) -> Outcome:
-    """Run a recording again, up to step `until`; `verify` looks at the ledger after every step. Raises `RecordingError`
-    for a file that is none."""
+def rerun(path: Path, until: int | None = None, check: bool = True,
+          looks: Callable[[int], bool] = lambda step: False) -> Outcome:
+    """Run a recording again, up to step `until`; `check`: the null platform looks at every number of every batch;
+    `looks`(step): is the ledger to be proved after it? Raises `RecordingError` for a file that is none or broken."""
     with Recording(path) as recording:
-        outcome, run = Outcome(0, 0), None
-
-        def look(step: int) -> None:
-            if wrong := run.verify():
-                raise Difference(step, f"the ledger is broken: {wrong}")
+        script = Script(recording.entries())
+        vocab = recording.header.model.vocab_size
+        platform = load_platform(DEVICE, {"check": str(int(check)), "vocab": str(vocab)})
+        outcome, engine = Outcome(), None
         try:
-            run = Rerun(recording, check)
-            run.go(until, look if verify else None)
-            outcome.stats = run.engine.stats()
+            with suppress(_Cut):
+                engine = make_engine(recording.header, script, platform)
+                _carry_out(engine, script, until, looks)
+            outcome.stats = engine and engine.stats()
         except Difference as difference:
             outcome.broken, outcome.step = difference.what, difference.step
-        if run is not None:
-            outcome.steps, outcome.entries, outcome.cut = run.script.step, run.script.count, recording.cut
-            run.platform.close()
+        finally:
+            platform.close()
+        if script.error:
+            raise script.error
+        outcome.steps, outcome.entries, outcome.cut = script.step, script.count, recording.cut
         return outcome
+
+
+def _carry_out(engine: EngineCore, script: Script, until: int | None, looks: Callable[[int], bool]) -> None:
+    """All calls of a recording, or those before step `until` is launched."""
+    while (call := script.call()) is not None and (until is None or script.step < until):
+        before = script.step
+        if isinstance(call, Stepped):
+            engine.step()
+        else:
+            with suppress(Exception):  # it was refused when it was recorded too, else the next entry differs
+                _ask(engine, call)
+        if script.step != before and looks(script.step):
+            try:
+                engine.scheduler.verify()
+            except AssertionError as error:
+                raise Difference(script.step, f"the ledger is broken: {error}") from None
+
+
+def _ask(engine: EngineCore, call: Entry) -> None:
+    if isinstance(call, Submitted):
+        engine.submit(call.request)
+    elif isinstance(call, Aborted):
+        engine.abort(call.ids, call.reason)
+    elif isinstance(call, Commanded):
+        engine.command(call.name, **call.arguments)
 
 
 def bisect(path: Path, check: bool = True) -> Outcome:
     """The first step after which the ledger is broken, by two runs: one that looks now and then, one that looks after
     every step since the last good look."""
     with Recording(path) as recording:
-        last = max((e.step for e in recording.entries() if isinstance(e, Planned)), default=0)
-    stride, good = max(1, last // COARSE), 0
-
-    def coarse(step: int) -> None:
-        nonlocal good
-        if step % stride:
-            return
-        if run.verify():
-            raise Difference(step, "")
-        good = step
-    with Recording(path) as recording:
-        run = Rerun(recording, check)
-        try:
-            run.go(None, coarse)
-            wrong = run.verify()
-        except Difference as difference:
-            wrong = difference.what or "broken"
-        steps, count = run.script.step, run.script.count
-        run.platform.close()
-    if not wrong:
-        return Outcome(steps, count)
-    with Recording(path) as recording:
-        run = Rerun(recording, check)
-
-        def fine(step: int) -> None:
-            if step > good and (wrong := run.verify()):
-                raise Difference(step, f"the ledger is broken: {wrong}")
-        try:
-            run.go(None, fine)
-        except Difference as difference:
-            return Outcome(run.script.step, run.script.count, difference.what, difference.step)
-        finally:
-            run.platform.close()
-    return Outcome(steps, count)
+        last = max((entry.step for entry in recording.entries() if isinstance(entry, Planned)), default=0)
+    stride = max(1, last // COARSE)
+    found = rerun(path, None, check, lambda step: step % stride == 0 or step == last)
+    if not found.broken:
+        return found
+    good = (found.step - 1) // stride * stride
+    return rerun(path, None, check, lambda step: step > good)
 
 
 def against(path: Path, other: Path) -> Outcome:
