@@ -9,7 +9,8 @@ leaves; one of theirs is schedule() and update_from_output(): how their model ru
 
 steady: every request decodes. churn: in each step the oldest request is aborted and a new one of 256 tokens admitted.
 Of 16 requests one wants log-probabilities, one has a presence penalty, one a logit_bias, one min_tokens and stop ids.
-admission: from the new request of 8,192 tokens to the plan that has pages for all of it, nothing else running.
+admission: from the new request of 8,192 tokens to the plan that has pages for all of it, nothing else running; neither
+side's inputs of the model are counted.
 """
 from __future__ import annotations
 
@@ -55,9 +56,12 @@ class Isthmus:
     def submit(self, name: str, prompt: bytes, params: SamplingParams) -> None:
         self.scheduler.submit(Submit(name, prompt, params), self.now)
 
-    def plan(self) -> tuple[Plan, Batch]:
+    def schedule(self) -> Plan:
         self.now += 0.01
-        plan = self.scheduler.plan(self.now)
+        return self.scheduler.plan(self.now)
+
+    def inputs(self, plan: Plan) -> tuple[Plan, Batch]:
+        """What the model gets."""
         batch, _ = build_batch(plan, self.scheduler.table, PAGE, None)
         self.scheduler.advance(plan)
         return plan, batch
@@ -84,35 +88,30 @@ class Run:
         rows = running + 8
         self.scores = (np.zeros((rows, 3), np.int32), np.full((rows, 3), -0.5, np.float32), np.zeros(rows, np.int32))
         for _ in range(running):
-            self.submit()
+            engine.submit(*self.request())
         for _ in range(3):
             self.step()
 
-    def submit(self) -> None:
+    def request(self) -> tuple[str, Any, Any]:
+        """The next request: name, prompt and parameters in the engine's form."""
         more: dict[str, Any] = {0: {"logprobs": 2}, 1: {"presence_penalty": 0.5}, 2: {"logit_bias": {7: 1.0}},
                                 3: {"min_tokens": 4, "stop_token_ids": (5, 6)}}.get(self.serial % 16, {})
         name = f"request-{self.serial}"
         self.serial += 1
         self.names.append(name)
         prompt = self.engine.prompt(self.random.integers(10, VOCABULARY, PROMPT))
-        self.engine.submit(name, prompt, self.engine.params(8000, **more))
+        return name, prompt, self.engine.params(8000, **more)
 
     def step(self, churn: bool = False) -> float:
         """CPU seconds of one step; making up the device's result is not counted."""
-        if churn:
-            name = self.names.pop(0)
-            before = time.thread_time_ns()
-            self.engine.abort(name)
-            spent = time.thread_time_ns() - before
-            before = time.thread_time_ns()
-            self.submit()
-            spent += time.thread_time_ns() - before
-        else:
-            spent = 0
         tokens = self.random.integers(10, VOCABULARY, self.running + 8).astype(np.int32)
+        new = self.request() if churn else None
         before = time.thread_time_ns()
-        plan = self.engine.plan()
-        spent += time.thread_time_ns() - before
+        if new is not None:
+            self.engine.abort(self.names.pop(0))
+            self.engine.submit(*new)
+        plan = self.engine.inputs(self.engine.schedule())
+        spent = time.thread_time_ns() - before
         result = self.engine.result(plan, tokens, self.scores)
         before = time.thread_time_ns()
         self.engine.settle(plan, result)
@@ -135,25 +134,31 @@ def measure_steps(engines: list[Any], running: int, steps: int) -> dict[str, dic
     return found
 
 
-def measure_admission(engines: list[Any], rounds: int) -> dict[str, dict[str, float]]:
-    """Microseconds from a new prompt of `LONG` tokens to its plan: never seen, and cached as a whole."""
-    random = np.random.default_rng(1)
-    cached = random.integers(10, VOCABULARY, LONG)
+def admit(engine: Any, name: str, tokens: np.ndarray) -> float:
+    """CPU microseconds from a new request to its plan; then it is carried out and ends."""
+    prompt, params = engine.prompt(tokens), engine.params(100)
+    before = time.thread_time_ns()
+    engine.submit(name, prompt, params)
+    plan = engine.schedule()
+    spent = time.thread_time_ns() - before
+    plan = engine.inputs(plan)
     scores = (np.zeros((8, 3), np.int32), np.full((8, 3), -0.5, np.float32), np.zeros(8, np.int32))
+    engine.settle(plan, engine.result(plan, np.full(8, 11, np.int32), scores))
+    engine.abort(name)
+    return spent / 1e3
+
+
+def measure_admission(engines: list[Any], rounds: int) -> dict[str, dict[str, float]]:
+    """Medians in microseconds for prompts of `LONG` tokens: never seen, and cached as a whole; engines in turn."""
+    random = np.random.default_rng(1)
+    same = random.integers(10, VOCABULARY, LONG)
     found: dict[str, dict[str, list[float]]] = {kind: {e.name: [] for e in engines} for kind in ("cold", "cached")}
-    for i in range(rounds + 1):
-        for kind in ("cold", "cached"):
-            tokens = cached if kind == "cached" else random.integers(10, VOCABULARY, LONG)
+    for i in range(rounds):
+        for kind, times in found.items():
+            prompts = [same if kind == "cached" else random.integers(10, VOCABULARY, LONG) for _ in range(BLOCK)]
             for engine in engines:
-                name, prompt, params = f"{kind}-{i}", engine.prompt(tokens), engine.params(100)
-                before = time.thread_time_ns()
-                engine.submit(name, prompt, params)
-                plan = engine.plan()
-                spent = time.thread_time_ns() - before
-                engine.settle(plan, engine.result(plan, np.full(8, 11, np.int32), scores))
-                engine.abort(name)
-                if i:
-                    found[kind][engine.name].append(spent / 1e3)
+                spent = [admit(engine, f"{kind}-{i}-{n}", tokens) for n, tokens in enumerate(prompts)]
+                times[engine.name] += spent[2:]
     return {kind: {name: statistics.median(times) for name, times in by.items()} for kind, by in found.items()}
 
 
@@ -197,8 +202,8 @@ def main() -> None:
                 f"  {name}: {t['median_us']:8.1f} us (p99 {t['p99_us']:.0f}, x{t['median_us'] / ours:.1f})"
                 for name, t in by.items()), flush=True)
         gc.collect()
-    engines = [Isthmus(8, 60_000), *(theirs(8, 60_000)[:1] if theirs else [])]
-    report["admission_us"] = measure_admission(engines, 30)
+    engines = [Isthmus(8, 80_000), *(theirs(8, 80_000)[:1] if theirs else [])]
+    report["admission_us"] = measure_admission(engines, 5)
     report["waiting_request_bytes"] = waiting_bytes()
     print("admission of", LONG, "tokens, us:", report["admission_us"])
     print("a waiting request, bytes beyond its prompt:", round(report["waiting_request_bytes"]))

@@ -137,8 +137,12 @@ class Vllm:
     def submit(self, name: str, prompt: list[int], params: Any) -> None:
         self.scheduler.add_request(self.made.Request(name, prompt, params, None, block_hasher=self.hasher))
 
-    def plan(self) -> Any:
+    def schedule(self) -> Any:
         return self.scheduler.schedule()
+
+    def inputs(self, plan: Any) -> Any:
+        """Made in their model runner."""
+        return plan
 
     def result(self, plan: Any, tokens: Any, scores: tuple[Any, ...]) -> Any:
         """What their model runner gives back."""

@@ -116,9 +116,9 @@ def _sampling(plan: Plan, table: RequestTable, owners: np.ndarray, unknown: np.n
 
 
 def _penalties(table: RequestTable, owners: np.ndarray, penalised: np.ndarray, unknown: np.ndarray) -> Penalties:
-    rows = np.flatnonzero(penalised)
+    rows = penalised.nonzero()[0]
     histories = [request.history for request in table.owner[owners[rows]].tolist()]
-    return Penalties(np.repeat(rows.astype(np.int32), [h.size for h in histories]),
+    return Penalties(rows.astype(np.int32).repeat([h.size for h in histories]),
                      np.concatenate([h.ids for h in histories]), np.concatenate([h.counts for h in histories]),
                      (unknown & penalised).astype(np.int32), table.repetition[owners], table.presence[owners],
                      table.frequency[owners])
@@ -127,7 +127,7 @@ def _penalties(table: RequestTable, owners: np.ndarray, penalised: np.ndarray, u
 def _bias(table: RequestTable, owners: np.ndarray, flags: np.ndarray, steps: np.ndarray) -> Bias | None:
     """logit_bias, and a ban on every stop id while fewer than min_tokens are out."""
     banned = steps < table.min_tokens[owners]
-    rows = np.flatnonzero(banned | (flags & BIASED > 0)).astype(np.int32)
+    rows = (banned | (flags & BIASED > 0)).nonzero()[0].astype(np.int32)
     if not len(rows):
         return None
     sizes, ids, values = [], [], []
@@ -138,7 +138,7 @@ def _bias(table: RequestTable, owners: np.ndarray, flags: np.ndarray, steps: np.
             ids.append(request.ban_ids)
             values.append(np.full(len(request.ban_ids), -np.inf, np.float32))
         sizes.append(len(request.bias_ids) + ban * len(request.ban_ids))
-    return Bias(np.repeat(rows, sizes), np.concatenate(ids), np.concatenate(values))
+    return Bias(rows.repeat(sizes), np.concatenate(ids), np.concatenate(values))
 
 
 def pad_batch(batch: Batch, bucket: Bucket) -> Batch:

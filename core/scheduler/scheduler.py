@@ -376,12 +376,12 @@ class Scheduler:
         odd = (known >= table.end[slots]) | (table.generation[slots] != plan.generations) | table.may_stop(tokens)
         flags = table.flags[slots]
         asked = int(np.bitwise_or.reduce(flags)) if len(flags) else 0
-        scored = np.flatnonzero((flags & SCORED > 0) & ~odd) if asked & SCORED else slots[:0]
+        scored = ((flags & SCORED > 0) & ~odd).nonzero()[0] if asked & SCORED else slots[:0]
         if len(scored):
             odd[scored] = np.isnan(result.logprobs[scored])
             scored = scored[~odd[scored]]
             full += scored_outputs(scored, owners, result)
-        others = np.flatnonzero(odd).tolist() if np.count_nonzero(odd) else ()
+        others = odd.nonzero()[0].tolist()
         if others:
             plain = ~odd
             slots, tokens, known, owners, flags = slots[plain], tokens[plain], known[plain], owners[plain], flags[plain]
@@ -390,7 +390,7 @@ class Scheduler:
         table.last[slots] = tokens
         self.stats.generated_tokens += len(slots)
         if asked & PENALISED:
-            rows = np.flatnonzero(flags & PENALISED)
+            rows = (flags & PENALISED).nonzero()[0]
             for request, token in zip(owners[rows].tolist(), tokens[rows].tolist(), strict=True):
                 request.history.add(token)
         for row in others:
