@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from functools import cache
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from isthmus.conformance.driver import Driver
 from isthmus.conformance.ledger import Ledger
 from isthmus.conformance.oracle import placed, text
 from isthmus.core.platform import Unavailable
+from isthmus.platforms.accelerator.base import AcceleratorPlatform
 from isthmus.platforms.accelerator.build import reason_against_build
 from isthmus.platforms.accelerator.staging import Staging
 
@@ -70,6 +72,26 @@ def test_a_graph_is_not_replayed_on_another_state() -> None:
             (got,) = driver.logits((1, [token]))
         want = got if want is None else want
         np.testing.assert_array_equal(got, want)
+
+
+def test_a_rank_claims_the_device_of_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[int] = []
+    monkeypatch.setattr(torch, "acme", SimpleNamespace(is_available=lambda: bool(count), device_count=lambda: count,
+                                                       set_device=taken.append), raising=False)
+
+    class Acme(AcceleratorPlatform):
+        kind, unusable = "acme", "Acme: look at `acme-smi`"
+
+        def device(self, rank: int) -> HostDevice:
+            return HostDevice(torch.device("cpu"), f"Acme {rank}")
+    count = 2
+    assert Acme({}).claim(1, 2).name == "Acme 1" and taken == [1]
+    with pytest.raises(Unavailable, match="rank 2 has no GPU: 2 are visible"):
+        Acme({}).claim(2, 3)
+    count = 0
+    with pytest.raises(Unavailable, match="torch .* finds no usable Acme: look at `acme-smi`"):
+        Acme({}).claim(0, 1)
+    assert taken == [1]
 
 
 def test_graphs_do_not_keep_a_state_that_is_no_more() -> None:

@@ -53,6 +53,9 @@ class AcceleratorPlatform:
 
     interface_version = INTERFACE_VERSION
     name = ""
+    kind = ""  # torch's word for such devices, and the name of its module
+    noun = "GPU"
+    unusable = ""  # said where torch finds none that it can use: what, and the way out
     compute_dtypes: tuple[str, ...] = ("bf16", "f16", "f32")
     kv_dtypes: tuple[str, ...] = ("bf16", "f16", "f32", "i8")
     page_sizes: tuple[int, ...] = (16, 32, 64, 128, 8, 1)
@@ -70,9 +73,19 @@ class AcceleratorPlatform:
 
     # What a platform's folder says.
 
+    def device(self, rank: int) -> Device:
+        """The device of this number, which is this thread's now. Raises `Unavailable` for one that is not served."""
+        raise Unavailable(f"the {self.name} platform names no device")
+
     def claim(self, rank: int, world: int) -> Device:
         """The device of this rank. Raises `Unavailable` with the reason and the way out."""
-        raise Unavailable(f"the {self.name} platform names no device")
+        module = getattr(torch, self.kind)
+        if not module.is_available():
+            raise Unavailable(f"torch {torch.__version__} finds no usable {self.unusable}")
+        if rank >= (count := module.device_count()):
+            raise Unavailable(f"rank {rank} has no {self.noun}: {count} are visible")
+        module.set_device(rank)
+        return self.device(rank)
 
     def kernels(self, device: Device) -> Kernels:
         """What the platform computes with on this device."""

@@ -23,18 +23,12 @@ OLDEST = (8, 0)  # Ampere: bf16 matrix units
 class CudaPlatform(AcceleratorPlatform):
     """One rank on one NVIDIA GPU of compute capability 8.0 or later."""
 
-    name = "cuda"
+    name = kind = "cuda"
+    unusable = "GPU: compare the driver's CUDA version in `nvidia-smi` with torch.version.cuda"
     options_known = (*AcceleratorPlatform.options_known, "activations", "flashinfer")
     kv_dtypes = ("bf16", "f16", "f32", "f8_e4m3", "f8_e5m2", "i8")
 
-    def claim(self, rank: int, world: int) -> Device:
-        if not torch.cuda.is_available():
-            raise Unavailable(f"torch {torch.__version__} finds no usable GPU: compare the driver's CUDA version in "
-                              "`nvidia-smi` with torch.version.cuda")
-        count = torch.cuda.device_count()
-        if rank >= count:
-            raise Unavailable(f"rank {rank} has no GPU: {count} are visible")
-        torch.cuda.set_device(rank)
+    def device(self, rank: int) -> Device:
         self.check(torch.cuda.get_device_capability(rank))
         facts = torch.cuda.get_device_properties(rank)
         return Device(torch.device("cuda", rank), facts.name, self.arch(facts), facts.multi_processor_count,

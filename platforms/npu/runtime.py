@@ -3,6 +3,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -44,7 +46,10 @@ class NpuPlatform(AcceleratorPlatform):
     quantizes those of int8 weights per token; `nz`: which matrices lie in the NPU's own order of 16 x 16 blocks, those
     of "quantized" products and experts, "all" or "off"."""
 
-    name = "npu"
+    name = kind = "npu"
+    noun = "NPU"
+    unusable = ("NPU: look at `npu-smi info`, and whether another process holds it or ASCEND_RT_VISIBLE_DEVICES hides "
+                "it")
     collective = "hccl"
     options_known = (*AcceleratorPlatform.options_known, *CHOICES)
     page_sizes = (128, 64, 32, 16)
@@ -57,21 +62,17 @@ class NpuPlatform(AcceleratorPlatform):
 
     def claim(self, rank: int, world: int) -> Device:
         try:
-            import torch_npu
+            import_module("torch_npu")  # which makes torch.npu
         except (ImportError, OSError) as error:
             raise Unavailable(f"torch_npu cannot be loaded ({error}): source CANN's set_env.sh; its release notes say "
                               "which CANN it needs") from error
-        if not torch.npu.is_available():
-            raise Unavailable(f"torch_npu {torch_npu.__version__} finds no usable NPU: look at `npu-smi info`, and "
-                              "whether another process holds it or ASCEND_RT_VISIBLE_DEVICES hides it")
-        count = torch.npu.device_count()
-        if rank >= count:
-            raise Unavailable(f"rank {rank} has no NPU: {count} are visible")
-        torch.npu.set_device(rank)
+        return super().claim(rank, world)
+
+    def device(self, rank: int) -> Device:
         name = torch.npu.get_device_name(rank)
         self.check(name)
         torch.npu.config.allow_internal_format = True  # else format casts give ND
-        return NpuDevice(torch.device("npu", rank), name, name, details={"torch_npu": torch_npu.__version__})
+        return NpuDevice(torch.device("npu", rank), name, name, details={"torch_npu": version("torch-npu")})
 
     def check(self, name: str) -> None:
         if not name.startswith(SERVED):

@@ -17,6 +17,7 @@ class RocmPlatform(CudaPlatform):
     """One rank on one AMD GPU (CDNA 2 or later, RDNA 3 or later)."""
 
     name = "rocm"
+    unusable = "AMD GPU: look at `rocminfo`, and whether HIP_VISIBLE_DEVICES hides it"
     options_known = (*AcceleratorPlatform.options_known, "activations")
 
     def check(self, capability: tuple[int, int]) -> None:

@@ -35,18 +35,12 @@ class XpuPlatform(AcceleratorPlatform):
     Options beside the base's: `operators` and `triton`, "on" (where installed, the default) or "off".
     """
 
-    name = "xpu"
+    name = kind = "xpu"
+    unusable = "Intel GPU: `sycl-ls` should list a level_zero device; update the compute runtime if it does not"
     collective = "xccl"
     options_known = (*AcceleratorPlatform.options_known, "operators", "triton")
 
-    def claim(self, rank: int, world: int) -> Device:
-        if not torch.xpu.is_available():
-            raise Unavailable(f"torch {torch.__version__} finds no usable Intel GPU: `sycl-ls` should list a "
-                              "level_zero device; update the compute runtime if it does not")
-        count = torch.xpu.device_count()
-        if rank >= count:
-            raise Unavailable(f"rank {rank} has no GPU: {count} are visible")
-        torch.xpu.set_device(rank)
+    def device(self, rank: int) -> Device:
         facts = torch.xpu.get_device_properties(rank)
         family = family_of(getattr(facts, "device_id", 0))
         cores = getattr(facts, "gpu_subslice_count", 0) or facts.max_compute_units
