@@ -37,7 +37,7 @@ class Barrier {
     }
 
   private:
-    static constexpr int SPINS = 4000;
+    static constexpr int SPINS = 700;
     static void pause() {
 #if defined(__x86_64__)
         _mm_pause();
