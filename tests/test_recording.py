@@ -39,7 +39,8 @@ COST = 60  # seconds
 def make(path, platform="null", options=(), memory="200KiB", eviction="lru", **settings) -> EngineCore:
     settings = {"max_running_requests": 4, "chunked_prefill_size": 32, "max_queued_requests": 6} | settings
     return EngineCore(Config(
-        model=ModelSettings(str(tiny_model("llama3"))), cache=CacheSettings(kv_cache_memory=memory, eviction_policy=eviction),
+        model=ModelSettings(str(tiny_model("llama3"))),
+        cache=CacheSettings(kv_cache_memory=memory, eviction_policy=eviction),
         platform=PlatformSettings(platform, options), server=ServerSettings(api_key="a secret of somebody"),
         scheduler=SchedulerSettings(record=path and str(path), **settings)))
 
@@ -99,7 +100,7 @@ def test_every_policy_decides_the_same_again(tmp_path, policy, eviction):
     assert done.returncode == 0, done.stdout + done.stderr
     stats, again = engine.stats(), json.loads(done.stdout)["stats"]
     assert {name: again[name] for name in DECIDED} == {name: stats[name] for name in DECIDED}
-    assert stats["evicted_pages"] > 100
+    assert stats["evicted_pages"] > 50
 
 
 @pytest.mark.parametrize("overlap", [True, False])
