@@ -193,6 +193,32 @@ def test_messages_survive_the_wire():
     assert unpack_ids(pack_ids([1, 2**31 - 1])).tolist() == [1, 2**31 - 1]
 
 
+def test_plain_tokens_travel_as_columns_under_the_handle_of_the_first_output():
+    state = DetokenizerState(ByteTokenizer())
+    for id, stop in (("a", ()), ("b", ("yz",)), ("c", ())):
+        state.watch(Watch(id, stop))
+    first = TokenOutputs([TokenOutput(id, pack_ids([ord("0") + n]), prompt_tokens=3, handle=n)
+                          for n, id in enumerate("abc", 7)])
+    assert [t.text for t in state.handle(first)[0].outputs] == ["7", "8", "9"]
+    columns = decode_to_detokenizer(encode(TokenOutputs([], pack_ids([8, 7, 8, 5]), pack_ids(list(b"xAy?")))))
+    texts, stops = state.handle(columns)
+    assert [(t.id, t.text, t.tokens, t.completion_tokens) for t in texts.outputs] == [
+        ("b", "x", pack_ids(list(b"x")), 2), ("a", "A", pack_ids(list(b"A")), 2), ("b", "", pack_ids(list(b"y")), 3)]
+    assert stops == ()
+    texts, stops = state.handle(TokenOutputs([TokenOutput("c", pack_ids(list(b"!")), "length", handle=9)],
+                                             pack_ids([8]), pack_ids(list(b"z"))))
+    assert [(t.id, t.text, t.finish) for t in texts.outputs] == [("b", "", "stop"), ("c", "!", "length")]
+    assert stops == ("b",) and len(state) == 1
+    assert state.handle(TokenOutputs([], pack_ids([8, 9]), pack_ids(list(b"zz"))))[0].outputs == []
+
+
+def test_when_to_ask_again_reaches_the_client():
+    output = refused("a", Overloaded("full", retry_after=7.0))
+    (text,), _, _ = run_state(Watch("a"), [output])
+    error = request_error(text)
+    assert (error.status, error.retry_after) == (429, 7.0)
+
+
 @pytest.mark.parametrize("data", [b"", b"\x80", b"garbage", b"\x81\xa4type\xa5Nosuch", encode(Reply("t", True))])
 def test_what_is_no_message_is_refused(data):
     with pytest.raises(msgspec.DecodeError):
