@@ -10,6 +10,7 @@ from isthmus.core import startup
 from isthmus.core.cache.pool import OwnershipError, PagePool
 from isthmus.core.config import Config, SchedulerSettings
 from isthmus.core.engine import EngineCore
+from isthmus.core.errors import EngineDead
 from isthmus.core.messages import SamplingParams, Submit, TokenOutput, pack_ids, unpack_ids
 from isthmus.core.specs import LayerState, StateSpec
 from isthmus.platforms.null.platform import Platform as Null
@@ -233,3 +234,16 @@ def test_a_pool_shrinks_only_when_nobody_owns_a_page():
     pool.shrink(5)
     assert pool.free == pool.capacity == 4 and (pool.generation > before[:5]).all()
     assert sorted(pool.alloc(4, 1).tolist()) == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_lost_rank_ends_the_engine_instead_of_every_later_step(engine, overlap, monkeypatch):
+    core = engine(overlap)
+    submit(core, "a", [4, 5], max_tokens=9)
+    core.step()
+
+    def lost(state, batch):
+        raise EngineDead("rank 1 was killed by signal 9")
+    monkeypatch.setattr(core, "_steps", {None: lost})
+    with pytest.raises(EngineDead, match="rank 1"):
+        core.step()
