@@ -2,7 +2,7 @@
 
     python ci/npu_schemas.py [--python FOLDER/bin/python] [--report ci/npu_schemas.json]
 
-Needs an environment with `pip install -e .[npu] torch-npu` and `pip install --no-deps -e tests/emulation`, a C compiler
+Needs an environment with `pip install -e .[npu]` and `pip install --no-deps -e tests/emulation`, a C compiler
 and ldd. CANN is stood in for by libraries whose functions fail. Shown is that
  * the schemas of tests/emulation/npu/operators.txt are those that the wheel registers, word for word;
  * each call that the platform makes in conformance cases is taken by these schemas, and its results have the shapes and

@@ -50,7 +50,7 @@ def reason_against_packages() -> str | None:
     """torch_npu is compiled against one release of torch."""
     build = torch_build()
     if build is None:
-        return "torch is not installed: pip install 'isthmus[npu]' torch-npu"
+        return "torch is not installed: pip install 'isthmus[npu]'"
     have = release(build.get("__version__", ""))
     try:
         wants = release(version("torch-npu"))
