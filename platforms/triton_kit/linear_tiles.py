@@ -100,8 +100,9 @@ def _across(kind: str, tokens: float, family: str, most: int) -> int:
 def _few(kind: str, across: int, family: str) -> tuple[int, int]:
     """(rows, warps) of a tile of few tokens. NVIDIA's memory is ahead of its instructions: with 128 rows what does not
     grow with them (tokens, pipeline) is shared by twice the codes to unpack. Two warps are too few for the form of
-    Hopper's product that waits; fp4 with two does not fit the registers."""
-    if family.startswith("sm_") and kind in ("affine4", "mxfp4", "nvfp4"):
+    Hopper's product that waits; fp4 with two does not fit the registers, nor do 128 rows those of Blackwell's compiler.
+    """
+    if family.startswith(("sm_8", "sm_9")) and kind in ("affine4", "mxfp4", "nvfp4"):
         if across == 8:
             return 128, 4
         if across == 16 and family == "sm_90":
