@@ -9,7 +9,7 @@ from isthmus.core.scheduler.plans import Plan
 
 from .scheduling import Run
 
-COST = 8  # seconds
+COST = 12  # seconds
 
 
 class Model:

@@ -21,7 +21,7 @@ from .table import (
 
 
 def _i32(parts: list[np.ndarray]) -> np.ndarray:
-    return np.concatenate(parts).astype(np.int32, copy=False)
+    return np.concatenate(parts, dtype=np.int32, casting="same_kind")
 
 
 def fit(count: int, sizes: tuple[int, ...], what: str) -> int:

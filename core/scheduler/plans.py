@@ -1,7 +1,6 @@
 """What is computed in one step."""
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -22,8 +21,7 @@ class Chunk(NamedTuple):
     sample: bool
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(NamedTuple):
     """One step: the slots that decode a token each, and the prefill chunks. Sampled logit rows are those of `decode`,
     then those of the chunks; each chunk's scored rows come before its sampled one.
 

@@ -126,10 +126,12 @@ class FirstComeFirstServed:
 
     def _by_class(self, view: View) -> Iterator[tuple[bool, list[Request]]]:
         """The head of the line in runs that may not be mixed: (may the run be reordered, its requests)."""
+        if len(self._line) < 2:
+            return iter([(False, self._line.head())])
         rank = lambda r: (r.ticket[0], view.now - r.arrival <= AGED)  # noqa: E731
         by_rank = sorted(self._line.head(), key=rank)  # stable: the aged go first, by arrival
-        for (key, fresh), run in itertools.groupby(by_rank, rank):
-            yield fresh and key[0] == 1, list(run)
+        runs = itertools.groupby(by_rank, rank)
+        return ((fresh and key[0] == 1, list(run)) for (key, fresh), run in runs)
 
 
 class LongestPrefixMatch(FirstComeFirstServed):

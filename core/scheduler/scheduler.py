@@ -137,7 +137,7 @@ class Scheduler:
                 ready.append(chunk.slot)
                 del self._prefilling[chunk.request]
         if ready:
-            self._decoding = np.append(self._decoding, np.array(ready, np.int32))
+            self._decoding = np.concatenate([self._decoding, np.array(ready, np.int32)])
 
     def settle(self, plan: Plan, result: StepResult) -> StepOutputs:
         """Take in a step's result: append tokens, end requests, report. Requests that ended meanwhile are skipped."""

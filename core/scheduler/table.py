@@ -58,16 +58,13 @@ class RequestTable:
 
     def __init__(self, seqs: int, max_pages: int, max_len: int, vocab_size: int):
         zeros = lambda dtype: np.zeros(seqs, dtype)  # noqa: E731
-        self.length, self.known, self.computed = zeros(np.int32), zeros(np.int32), zeros(np.int32)
-        self.prompt_len, self.end, self.last = zeros(np.int32), zeros(np.int32), zeros(np.int32)
-        self.page_count, self.tree_pages = zeros(np.int32), zeros(np.int32)
+        # What `take` sets are columns of three arrays, so that a row is written at once.
+        self._ints, self._floats = np.zeros((13, seqs), np.int32), np.zeros((6, seqs), np.float32)
+        (self.length, self.known, self.charged, self.last, self.prompt_len, self.end, self.handle, self.top_k,
+         self.min_tokens, self.logprobs, self.computed, self.page_count, self.tree_pages) = self._ints
+        (self.temperature, self.top_p, self.min_p, self.repetition, self.presence, self.frequency) = self._floats
         self.pages, self.tokens = np.zeros((seqs, max_pages), np.int32), np.zeros((seqs, max_len), np.int32)
-        self.seed = zeros(np.uint64)
-        self.temperature, self.top_p, self.min_p = zeros(np.float32), zeros(np.float32), zeros(np.float32)
-        self.repetition, self.presence, self.frequency = zeros(np.float32), zeros(np.float32), zeros(np.float32)
-        self.top_k, self.min_tokens, self.logprobs = zeros(np.int32), zeros(np.int32), zeros(np.int32)
-        self.flags = zeros(np.uint8)
-        self.charged, self.handle, self.generation = zeros(np.int32), zeros(np.int32), zeros(np.uint32)
+        self.seed, self.flags, self.generation = zeros(np.uint64), zeros(np.uint8), zeros(np.uint32)
         self.owner = np.full(seqs, None, object)
         self.logprobs[0], self.top_p[0], self.repetition[0] = -1, 1, 1  # for rows that sample nothing
         self._free = list(range(seqs - 1, 0, -1))
@@ -81,25 +78,18 @@ class RequestTable:
 
     def take(self, request: Request) -> int:
         """A free slot, filled for `request` with the tokens that it has."""
-        slot, params = self._free.pop(), request.params
-        ids = request.ids
-        self.tokens[slot, :len(ids)] = ids
-        self.length[slot] = self.known[slot] = self.charged[slot] = len(ids)
-        self.last[slot] = ids[-1]
-        self.prompt_len[slot], self.end[slot] = request.prompt_len, request.prompt_len + request.limit
-        self.computed[slot] = self.page_count[slot] = self.tree_pages[slot] = 0
-        self.seed[slot] = mixed((params.seed or 0) % 2**64)
-        drawn = params.temperature >= GREEDY
-        self.temperature[slot], self.top_k[slot] = params.temperature if drawn else 0, params.top_k
-        self.top_p[slot], self.min_p[slot], self.min_tokens[slot] = params.top_p, params.min_p, params.min_tokens
-        self.logprobs[slot] = -1 if params.logprobs is None else params.logprobs
-        self.repetition[slot], self.presence[slot] = params.repetition_penalty, params.presence_penalty
-        self.frequency[slot] = params.frequency_penalty
-        asks = ((DRAWN, drawn), (TOP_K, drawn and params.top_k), (TOP_P, drawn and params.top_p < 1),
-                (MIN_P, drawn and params.min_p), (PENALISED, request.history), (BIASED, params.logit_bias),
-                (MIN_TOKENS, params.min_tokens), (SCORED, params.logprobs is not None))
-        self.flags[slot] = sum(bit for bit, asked in asks if asked)
-        self.handle[slot], self.owner[slot] = request.handle, request
+        slot, p, ids = self._free.pop(), request.params, request.ids
+        count, drawn = len(ids), p.temperature >= GREEDY
+        self.tokens[slot, :count] = ids
+        self._ints[:, slot] = (count, count, count, ids[-1], request.prompt_len, request.prompt_len + request.limit,
+                               request.handle, p.top_k, p.min_tokens, -1 if p.logprobs is None else p.logprobs, 0, 0, 0)
+        self._floats[:, slot] = (p.temperature if drawn else 0, p.top_p, p.min_p, p.repetition_penalty,
+                                 p.presence_penalty, p.frequency_penalty)
+        self.seed[slot], self.owner[slot] = mixed((p.seed or 0) % 2**64), request
+        asks = ((DRAWN, drawn), (TOP_K, drawn and p.top_k), (TOP_P, drawn and p.top_p < 1), (MIN_P, drawn and p.min_p),
+                (PENALISED, request.history), (BIASED, p.logit_bias), (MIN_TOKENS, p.min_tokens),
+                (SCORED, p.logprobs is not None))
+        self.flags[slot] = sum([bit for bit, asked in asks if asked])
         self._stops[request.ban_ids] += 1
         self._stopping[request.ban_ids] = True
         return slot
