@@ -69,8 +69,8 @@ TREE = [
 ]
 
 MANAGER = [
-    Mutant("every domain is one", CacheManager, "acquire", "match(key, domain, end)", 'match(key, b"", end)'),
-    Mutant("acquire does not lock", CacheManager, "acquire", "self.tree.lock(node)", "pass"),
+    Mutant("every domain is one", CacheManager, "acquire", "acquire(key, domain, end)", 'acquire(key, b"", end)'),
+    Mutant("acquire does not lock", RadixTree, "acquire", "self.lock(node)", "pass"),
     Mutant("the count is in bytes", CacheManager, "acquire", "count * ID_BYTES", "count"),
     Mutant("forget keeps the lock", CacheManager, "forget", "self.tree.unlock(node)", "pass"),
     Mutant("duplicates are not released", CacheManager, "commit", "self.pool.release(duplicates, owner)", "pass"),
@@ -100,8 +100,8 @@ LRU = [  # for lru_run
     Mutant("a bared node is forgotten", LeastRecentlyUsed, "add", "heappush(self._bared, (stamp, id(node), node))",
            "pass"),
     Mutant("a bared node waits for all others", LeastRecentlyUsed, "pop", "bared[0][0] < node.stamp", "False"),
-    Mutant("a node once bared is never again", LeastRecentlyUsed, "pop", "heappop(bared)[2].queued = False",
+    Mutant("a node once bared is never again", LeastRecentlyUsed, "pop", "heappop(bared)[2].queued = 0",
            "heappop(bared)"),
     Mutant("a node that was evicted by baring is never again", LeastRecentlyUsed, "pop",
-           "node = heappop(bared)[2]\n    node.queued = False", "node = heappop(bared)[2]"),
+           "node = heappop(bared)[2]\n    node.queued = 0", "node = heappop(bared)[2]"),
 ]

@@ -57,8 +57,7 @@ class CacheManager:
         """
         key = tokens if isinstance(tokens, bytes) else tokens.tobytes()
         end = (None if count is None else count * ID_BYTES) if self.enabled else 0
-        _, node = self.tree.match(key, domain, end)
-        self.tree.lock(node)
+        node = self.tree.acquire(key, domain, end)
         return self.tree.path(node), node
 
     def forget(self, node: Node) -> None:

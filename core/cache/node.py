@@ -11,7 +11,7 @@ class Node:
     last: the child that a prompt went on with last, None when there is none: the next is tried there first.
     hits, turn, mark, ghosts, queued: the eviction policy's: how often the pages were used again, how many requests
     ended on the path up to here, what else it keeps of the last use, what it remembers of evicted pages behind the
-    node, and whether the node is in its index.
+    node, and where the node is in its index, if it is.
     """
 
     __slots__ = ("edge", "pages", "size", "parent", "children", "last", "locks", "stamp", "hits", "turn",
@@ -24,7 +24,7 @@ class Node:
         self.last: Node | None = None
         self.locks = self.hits = self.turn = self.mark = 0
         self.ghosts: dict | None = None
-        self.queued = False
+        self.queued = 0
 
     @property
     def evictable(self) -> bool:

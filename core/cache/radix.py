@@ -46,6 +46,16 @@ class RadixTree:
             self.policy.add(node)
         return at // self.page_bytes, node
 
+    def acquire(self, key: bytes, domain: bytes = b"", end: int | None = None) -> Node:
+        """`match`, and `lock` the node where the prefix ends."""
+        self._clock += 1
+        root = self._roots.get(domain)
+        if root is None:
+            return Node(domain, b"", None, 0)
+        node, _ = self._descend(root, key, len(key) if end is None else end)
+        self.lock(node)
+        return node
+
     def peek(self, key: bytes, domain: bytes = b"", end: int | None = None) -> int:
         """Pages of the prefix of `key[:end]` that are cached, without counting as a use or changing the tree."""
         node, at, page_bytes = self._roots.get(domain), 0, self.page_bytes

@@ -61,6 +61,8 @@ class Learned:
             self._learn()
 
     def use(self, node: Node, depth: int, rest: bytes, hint: CacheHint | None, priority: int) -> Use:
+        if self._used - self._learned >= 16 * REBUILD:  # nobody called `tick`
+            self._learn()
         self._used = number = self._used + 1
         events, turn, seam, hits = self._events, node.turn, depth, 0
         first = len(events)
@@ -96,6 +98,9 @@ class Learned:
             node.turn = node.parent.turn
 
     def add(self, node: Node) -> None:
+        if node.queued == node.mark + 1:  # its place is that of its last use, and it has it
+            return
+        node.queued = node.mark + 1
         kind = group(node.hits) * self.model.kinds + self._kind[node.mark % RING]
         heap = self._heaps.get(kind)
         if heap is None:
@@ -116,17 +121,27 @@ class Learned:
                     if best is None or worth < least or worth == least and mark < oldest:
                         best, least, oldest = heap, worth, mark
                     break
-                heappop(heap)
-                self._entries -= 1
+                self._leave(heap)
         if best is None:
             return None
+        return self._leave(best)
+
+    def _leave(self, heap: list[tuple[int, int, Node]]) -> Node:
+        """Take the first entry out of a heap: its node."""
         self._entries -= 1
-        return heappop(best)[2]
+        mark, _, node = heappop(heap)
+        if node.queued == mark + 1:
+            node.queued = 0
+        return node
 
     def _compact(self) -> None:
         for kind, heap in self._heaps.items():
-            self._heaps[kind] = [e for e in set(heap) if e[0] == e[2].mark and e[2].evictable]
-            heapify(self._heaps[kind])
+            kept = [e for e in heap if e[0] == e[2].mark and e[2].evictable]
+            for mark, _, node in heap:
+                if node.queued == mark + 1 and not node.evictable:
+                    node.queued = 0
+            heapify(kept)
+            self._heaps[kind] = kept
         self._entries = sum(map(len, self._heaps.values()))
         self._limit = 1024 + 2 * self._entries
 

@@ -26,13 +26,13 @@ class LeastRecentlyUsed(Unwatching):
             self._order[node] = None
             self._order.move_to_end(node)
         elif not node.queued:
-            node.queued = True
+            node.queued = 1
             heappush(self._bared, (stamp, id(node), node))
 
     def pop(self) -> Node | None:
         order, bared = self._order, self._bared
         while bared and (bared[0][0] != bared[0][2].stamp or not bared[0][2].evictable):
-            heappop(bared)[2].queued = False
+            heappop(bared)[2].queued = 0
         while order:
             node = next(iter(order))
             if node.children or node.locks or node.parent is None:  # what `evictable` says
@@ -45,5 +45,5 @@ class LeastRecentlyUsed(Unwatching):
         if not bared:
             return None
         node = heappop(bared)[2]
-        node.queued = False
+        node.queued = 0
         return node
