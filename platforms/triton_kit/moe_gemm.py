@@ -155,7 +155,7 @@ def moe(x: torch.Tensor, logits: torch.Tensor, w13: Matrix, w2: Matrix, spec: Mo
                          f"beside {spec}")
     ids, weights = route(logits, spec, bias, live)
     tile = tile or grouped_tile(w13.kind, len(x), spec.top_k, spec.experts, family)
-    plan = sort_by_expert(ids, w13.experts, tile.tokens, expert_map)
+    plan = sort_by_expert(ids, w13.experts, tile.tokens, expert_map, family)
     values, scale = quantized_for(x, w13)
     hidden = grouped_gemm(values, w13, plan, tile, share=spec.top_k, act=spec.act, x_scale=scale, dtype=x.dtype)
     values, scale = quantized_for(hidden, w2)

@@ -14,6 +14,7 @@ import triton.language as tl
 
 from ...core.platform import MoESpec
 from .launch import Specialization, launch
+from .tiles import INTEL, is_intel
 
 LOWEST = tl.constexpr(-1.0e38)  # below every score, twice of it still finite; only what cannot be chosen is -inf
 TILE = 4096  # entries x experts in registers at once
@@ -203,12 +204,13 @@ def most_blocks(entries: int, experts: int, block: int) -> int:
     return (entries + min(entries, experts) * (block - 1)) // block
 
 
-def place_warps(experts: int) -> int:
+def place_warps(experts: int, family: str) -> int:
     """Warps of `place_kernel`; with 8, tables of 512 experts do not fit the registers of Intel's devices."""
-    return 16 if experts > 256 else 8
+    return 16 if is_intel(family) and experts > 256 else 8
 
 
-def sort_by_expert(ids: torch.Tensor, experts: int, block: int, expert_map: torch.Tensor | None = None) -> Sorted:
+def sort_by_expert(ids: torch.Tensor, experts: int, block: int, expert_map: torch.Tensor | None = None,
+                   family: str = "sm_90") -> Sorted:
     """Sort the choices ids [T, top_k] int32 (contiguous) by expert, in blocks of `block` (a power of two).
 
     expert_map: [global experts] int32, the number among the `experts` of this rank, -1 = another rank's (expert
@@ -236,7 +238,7 @@ def sort_by_expert(ids: torch.Tensor, experts: int, block: int, expert_map: torc
                num_warps=8)
     launch(place_kernel, (chunks,), ids, expert_map, counts, out.order, out.counts, out.offsets, out.experts, entries,
            experts, blocks, BLOCK=block, CHUNK=chunk, STEP=step, EXPERTS=padded, ROWS=ROWS,
-           num_warps=place_warps(padded))
+           num_warps=place_warps(padded, family))
     return out
 
 
@@ -258,13 +260,14 @@ def specializations() -> list[Specialization]:
         counting = {"ids_ptr": "*i32:16", "entries": "i32"}
         placing = counting | {"order_ptr": "*i32:16", "counts_ptr": "*i32:16", "offsets_ptr": "*i32:16",
                               "block_experts_ptr": "*i32:16", "experts": "i32:16", "blocks": "i32"}
+        tuning = {family: {"num_warps": place_warps(experts, family)} for family in INTEL}
         sizes = {"STEP": step, "EXPERTS": experts, "map_ptr": None}
         found.append(Specialization(f"count {name}", count_kernel, counting | {"counts_ptr": "*i32:16"},
                                     sizes | {"CHUNK": 1024}, 8))
         found += [Specialization(f"place {name} one chunk blocks of {block}", place_kernel, placing,
-                                 sizes | {"BLOCK": block, "CHUNK": 256, "ROWS": ROWS, "chunk_counts_ptr": None},
-                                 place_warps(experts))
+                                 sizes | {"BLOCK": block, "CHUNK": 256, "ROWS": ROWS, "chunk_counts_ptr": None}, 8,
+                                 tuning=tuning)
                   for block in (8, 16)]
         found.append(Specialization(f"place {name}", place_kernel, placing | {"chunk_counts_ptr": "*i32:16"},
-                                    sizes | {"BLOCK": 128, "CHUNK": 1024, "ROWS": ROWS}, place_warps(experts)))
+                                    sizes | {"BLOCK": 128, "CHUNK": 1024, "ROWS": ROWS}, 8, tuning=tuning))
     return found
