@@ -32,7 +32,7 @@ class Request:
         self.slot, self.node, self.finish, self.ticket, self.use = 0, None, None, None, None
         self.stop_ids = eos_ids if not params.ignore_eos else ()
         if params.stop_token_ids:
-            self.stop_ids = tuple({*self.stop_ids, *params.stop_token_ids})
+            self.stop_ids = tuple(sorted({*self.stop_ids, *params.stop_token_ids}))
         self.ban_ids = self.bias_ids = self.bias_values = self.history = None
         self.cached = self.attempts = self.turn = self.left = 0
         self.score = params.prompt_logprobs is not None
@@ -52,7 +52,7 @@ class Request:
     def prepare(self) -> None:
         """Make what only a running request needs, when it is first admitted."""
         bias = self.params.logit_bias
-        self.ban_ids = np.array(sorted({*self.stop_ids}), np.int32)
+        self.ban_ids = np.array(self.stop_ids, np.int32)
         self.bias_ids = np.fromiter(bias.keys(), np.int32, len(bias))
         self.bias_values = np.fromiter(bias.values(), np.float32, len(bias))
         if penalised(self.params):

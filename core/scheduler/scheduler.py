@@ -41,7 +41,7 @@ class Scheduler:
         self.stats, self.growth = SchedulerStats(), Growth()
         self.pace = Pace(limits.itl_target, limits.chunk)
         self._policy = POLICIES.create(policy)
-        self._eos = tuple(i for i in limits.eos_ids if i < limits.vocab_size)
+        self._eos = tuple(sorted({i for i in limits.eos_ids if i < limits.vocab_size}))
         self._waiting = Waiting(limits, self._policy)
         self._running: dict[int, Request] = {}          # by slot, in order of admission
         self._prefilling: dict[Request, None] = {}
