@@ -95,6 +95,11 @@ def test_a_policy_with_gaps_is_refused_when_it_is_registered(kind, words):
     assert words in str(refusal.value) and registry.names() == []
 
 
+def test_a_name_of_ours_is_taken():
+    with pytest.raises(RegistrationError, match="'arc' is registered already"):
+        EVICTION.register("arc", LeastRecentlyUsed)
+
+
 def test_a_whole_policy_is_taken_and_can_be_chosen(monkeypatch):
     monkeypatch.setitem(EVICTION._entries, "newest", Newest)
     assert EvictionRegistry().register("newest", Newest) is Newest
@@ -200,7 +205,7 @@ def test_the_laws_of_the_tree_hold_under_any_policy(policy):
         @initialize(page=st.sampled_from([1, 2, 4]), pages=st.integers(6, 40), policy=st.just(policy))
         def begin(self, page: int, pages: int, policy: str) -> None:
             super().begin(page=page, pages=pages, policy=policy)
-            assert type(self.cache.tree.policy) is EVICTION._entries[policy]
+            assert type(self.cache.tree.policy) is type(EVICTION.create(policy, 1))
 
     run_state_machine_as_test(Machine, settings=settings(max_examples=30, stateful_step_count=25, deadline=None))
 

@@ -3,13 +3,16 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from heapq import heapify, heappop, heappush
+from typing import TYPE_CHECKING
 
-from ...messages import CacheHint
 from ..node import Node
 from .ghosts import Ghosts
 from .protocol import Use
 from .reuse import BINS, DECAY, EDGES, RING, ReuseModel, group
 from .shadow import LruShadow
+
+if TYPE_CHECKING:
+    from ...messages import CacheHint
 
 REBUILD = 100          # uses between two looks at what was learned
 REMEMBERED = 4         # pages of ghosts, in caches

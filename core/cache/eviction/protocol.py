@@ -1,11 +1,15 @@
 """What the radix tree and the cache manager tell an eviction policy, and the registry that holds policies to it."""
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Mapping
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Protocol
 
-from ...messages import CacheHint
 from ...registry import RegistrationError, Registry
 from ..node import Node
+
+if TYPE_CHECKING:
+    from ...messages import CacheHint
 
 
 class Use:
@@ -91,12 +95,27 @@ class Unwatching:
 
 
 class EvictionRegistry(Registry):
-    """Checks signatures as any registry does, then has the policy evict a small tree."""
+    """Checks signatures as any registry does, then has the policy evict a small tree.
 
-    def __init__(self) -> None:
+    own: this package's policies, name -> (module, class), registered when first asked for: their names cost no import.
+    """
+
+    def __init__(self, own: Mapping[str, tuple[str, str]] | None = None) -> None:
         super().__init__("eviction policy", EvictionPolicy, ("add", "pop", "tick", "use", "grow", "drop", "end"))
+        self._own = dict(own or {})
+
+    def names(self) -> list[str]:
+        return sorted({*self._entries, *self._own})
+
+    def create(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        if name in self._own and name not in self._entries:
+            module, kind = self._own[name]
+            self.register(name, getattr(import_module(module, __package__), kind))
+        return super().create(name, *args, **kwargs)
 
     def register(self, name: str, entry: type) -> type:
+        if name in self._own and entry.__name__ != self._own[name][1]:
+            raise RegistrationError(f"{self.kind} {name!r} is registered already, by {__package__}")
         super().register(name, entry)
         try:
             _try(entry)

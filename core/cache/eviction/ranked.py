@@ -2,10 +2,13 @@
 from __future__ import annotations
 
 from heapq import heapify, heappop, heappush
+from typing import TYPE_CHECKING
 
-from ...messages import CacheHint
 from ..node import Node
 from .protocol import Use
+
+if TYPE_CHECKING:
+    from ...messages import CacheHint
 
 
 class LeafHeap:

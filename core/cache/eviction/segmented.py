@@ -1,11 +1,15 @@
 """Policies that keep pages used once apart from those used again: SLRU and ARC."""
 from __future__ import annotations
 
-from ...messages import CacheHint
+from typing import TYPE_CHECKING
+
 from ..node import Node
 from .ghosts import Ghosts
 from .protocol import Use
 from .ranked import LeafHeap
+
+if TYPE_CHECKING:
+    from ...messages import CacheHint
 
 PROTECTED = 0.8  # of the cached pages, at most, are protected in SLRU
 
