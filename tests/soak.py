@@ -126,9 +126,9 @@ def drained(url: str) -> dict:
     """The engine's numbers once nothing runs and the cache is flushed."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
-        stats = httpx.get(url + "/server_info").json()["stats"]
+        stats = httpx.get(url + "/server_info", timeout=60).json()["stats"]
         if not stats["running"] and not stats["waiting"]:
-            httpx.post(url + "/flush_cache").raise_for_status()
+            httpx.post(url + "/flush_cache", timeout=60).raise_for_status()
             return httpx.get(url + "/server_info").json()["stats"]
         time.sleep(0.2)
     raise RuntimeError(f"still busy a minute after the last client left: {stats}")

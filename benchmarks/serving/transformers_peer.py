@@ -5,6 +5,7 @@
 """
 from __future__ import annotations
 
+import asyncio
 import queue
 import threading
 import time
@@ -77,14 +78,19 @@ class Continuous:
         self._manager = model.init_continuous_batching(generation_config=generation, continuous_batching_config=config)
         self._manager.start()
         self._lock, self._count = threading.Lock(), 0
-        self._queues: dict[str, queue.Queue] = {}
+        self._loop = asyncio.new_event_loop()  # results are handed over in a running loop
+        threading.Thread(target=self._loop.run_forever, daemon=True).start()
 
     def generate(self, prompt: list[int], max_tokens: int) -> Timing:
         with self._lock:
             self._count += 1
             name = f"r{self._count}"
         events: queue.Queue = queue.Queue()
-        self._manager.register_result_handler(name, lambda out: events.put((time.perf_counter(), out)))
+
+        async def listen() -> None:
+            self._manager.register_result_handler(name, lambda out: events.put((time.perf_counter(), out)))
+
+        asyncio.run_coroutine_threadsafe(listen(), self._loop).result()
         began = time.perf_counter()
         self._manager.add_request(prompt, request_id=name, max_new_tokens=max_tokens, streaming=True, eos_token_id=-1)
         first = last = 0.0
@@ -99,3 +105,4 @@ class Continuous:
 
     def close(self) -> None:
         self._manager.stop(block=True)
+        self._loop.call_soon_threadsafe(self._loop.stop)

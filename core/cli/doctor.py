@@ -6,6 +6,7 @@ import faulthandler
 import json
 import os
 import platform as machine
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -23,6 +24,16 @@ LIBRARIES = ("numpy", "msgspec", "pyzmq", "starlette", "uvicorn", "tokenizers", 
 MAX_REASON = 150  # characters of one platform's reason
 MAX_PLATFORMS = 12
 MAX_SECONDS = 300  # of all probes
+TRIAL = """
+import faulthandler, json, sys
+path, name, seconds = json.loads(sys.argv[1])
+sys.path[:] = path
+from isthmus.core.discovery import probe_all
+faulthandler.enable()
+faulthandler.dump_traceback_later(seconds, exit=True)
+probe_all(None, [name])
+print("lived")
+"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,8 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, resolved: Resolved) -> int:
     """0 when the platform that was asked for can run, or any where none was; else 1."""
-    with _watched():
-        report = examine(resolved.config.platform)
+    report = examine(resolved.config.platform)
     if arguments.json:
         print(json.dumps(report, ensure_ascii=False))
     else:
@@ -91,18 +101,46 @@ def _platforms(settings: PlatformSettings) -> dict[str, Any]:
     asked = None if settings.platform == "auto" else settings.platform
     options = platform_options(settings.platform_option)
     try:
-        probed = probe_all({} if asked else options)
+        names, fatal = _tried()
+        with _watched():
+            probed = probe_all({} if asked else options, *([names] if fatal else []))
     except Exception as error:  # such as two packages that claim one name
         return {"platforms": {}, "asked": asked, "chosen": None, "problem": str(error)}
-    found = {name: _finding(answer) for name, answer in probed.items()}
+    found = {name: _finding(answer) for name, answer in probed.items()} | fatal
     if asked and asked not in found:
         found[asked] = {"available": False, "reason": f"not installed{suggest(asked, found)}"}
-    elif asked and options:
-        found[asked] = _finding(probe_all(options, [asked])[asked])
+    elif asked and options and asked not in fatal:
+        with _watched():
+            found[asked] = _finding(probe_all(options, [asked])[asked])
     _add_offers(found)
     usable = [name for name, entry in found.items() if entry["available"] and asked in (None, name)]
     chosen = max(usable, key=lambda name: (found[name]["rank"], name), default=None)
     return {"platforms": found, "asked": asked, "chosen": chosen, "problem": None}
+
+
+def _tried() -> tuple[list[str], dict[str, Any]]:
+    """Names of the platforms that can be probed here, and findings for those of packages that ended, or held up, a
+    process that tried it."""
+    from ..discovery import list_platforms
+    names, fatal = [], {}
+    for name, found in list_platforms().items():
+        reason = None if found.entry is None or found.problem else _last_words(name)
+        if reason is None:
+            names.append(name)
+        else:
+            fatal[name] = {"available": False, "broken": True, "reason": f"its probe ends the process: {reason}"}
+    return names, fatal
+
+
+def _last_words(name: str) -> str | None:
+    """How a process of its own ended that probed this platform; None when it lived on. Its traceback is shown."""
+    child = subprocess.run([sys.executable, "-c", TRIAL, json.dumps([sys.path, name, MAX_SECONDS])], text=True,
+                           errors="replace", stdin=subprocess.DEVNULL, capture_output=True)
+    if child.stdout.endswith("lived\n"):
+        return None
+    print(child.stderr, end="", file=sys.stderr)
+    code = child.returncode
+    return f"signal {-code}" if code < 0 else f"exit status {code}"
 
 
 def _finding(answer: Any) -> dict[str, Any]:
