@@ -16,7 +16,7 @@ from isthmus.conformance.opcase import token_batch  # noqa: E402
 from isthmus.core.plan import Batch, Sampling  # noqa: E402
 from isthmus.core.platform import LayerState, MoESpec, StateSpec, Unavailable, Unsupported, WeightSpec  # noqa: E402
 from isthmus.platforms.cpu import moe, quant  # noqa: E402
-from isthmus.platforms.cpu.kept import HUGE, huge_zeros  # noqa: E402
+from isthmus.platforms.cpu.kept import HALVES, HUGE, LayerCache, huge_zeros  # noqa: E402
 from isthmus.platforms.cpu.platform import Platform  # noqa: E402
 from isthmus.platforms.cpu.sampling import CANDIDATES, sample  # noqa: E402
 from isthmus.platforms.experts import by_expert  # noqa: E402
@@ -282,3 +282,12 @@ print(psutil.Process().num_threads() - before, torch.get_num_threads())
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.stdout.split() == ["2", "2"], done.stdout + done.stderr  # the worker and its one helper
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("into", [torch.float32, torch.bfloat16])
+def test_every_8_bit_float_is_read_as_its_value(dtype, into):
+    codes = torch.arange(256, dtype=torch.uint8)
+    want = codes.view(dtype).to(into)
+    got = LayerCache(codes, dtype).values(codes, None, into)
+    assert torch.equal(got[want.isfinite()], want[want.isfinite()]) and want.isfinite().sum() > 240
