@@ -358,6 +358,10 @@ def test_the_command_names_what_is_wrong(capsys, flags, words):
     assert words in capsys.readouterr().err
 
 
+def test_a_trace_must_be_named(capsys):
+    assert main(["replay"]) == 2 and "no trace is named" in capsys.readouterr().err
+
+
 # ---- the anchors, where the traces are
 
 ANCHORS = {  # token hit rates in percent at 1, 5, 10, 25 and 50 % of the working set

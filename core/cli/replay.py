@@ -19,7 +19,8 @@ PATIENCE = 2.0  # seconds before progress is shown
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("trace", type=Path, metavar="TRACE", help="Mooncake or plain JSONL, Azure CSV, binary")
+    parser.add_argument("trace", type=Path, nargs="?", metavar="TRACE",
+                        help="Mooncake or plain JSONL, Azure CSV, binary")
     parser.add_argument("--policy", action="append", metavar="NAMES",
                         help="eviction policies, default, lru-leaf, lru-block, optimal, separated by commas "
                         "[default,lru-leaf,lru-block,optimal]")
@@ -59,6 +60,8 @@ def run(arguments: argparse.Namespace, resolved: Any) -> int:
 
 
 def _order(arguments: argparse.Namespace) -> Any:
+    if arguments.trace is None:
+        raise ConfigError("no trace is named: `isthmus replay FILE`; its formats are in docs/replay.md")
     from ..replay.latency import read_latency_model
     from ..replay.run import COMPARED, Order, check_policies
     from ..scheduler.policy import POLICIES
