@@ -139,6 +139,15 @@ def test_what_is_no_json_object_is_400(http, path, body):
     assert error_of(http.post(path, content=body, headers=JSON), 400)["code"] == "invalid_json"
 
 
+@pytest.mark.parametrize("body, key", [
+    (b'{"model": "tiny", "max_tokens": 1, "max_tokens": 9}', "max_tokens"),
+    (b'{"model": 1, "mod\\u0065l": 2}', "model"),
+    (b'{"messages": [{"role": "user", "content": "a", "role": "system"}]}', "role")])
+def test_a_key_that_is_there_twice_is_400_and_named(http, body, key):
+    error = error_of(http.post(CHAT, content=body, headers=JSON), 400)
+    assert error["code"] == "invalid_json" and f"'{key}' twice" in error["message"]
+
+
 @pytest.mark.parametrize("escape", ["\\ud83d", "\\ude00", "\\ude00\\ud83d"])
 @pytest.mark.parametrize("stream", ["true", "false"])
 def test_lone_surrogates(http, escape, stream):

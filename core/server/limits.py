@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import gc
+import json
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
@@ -10,13 +11,14 @@ import msgspec
 import numpy as np
 from starlette.requests import Request
 
-from ..errors import Overloaded, RequestError
+from ..errors import Overloaded, RequestError, shown
 
 MAX_DEPTH = 100            # nesting of a JSON body
 MAX_VALUES = 2_000_000     # values in a JSON body
 MAX_BODIES = 16            # bodies of the largest size that are held at once
 DRAINED = 4                # times the largest size: so much is thrown away before the answer, which is read after it
 FREE_BODY = 65536          # bytes of a body that do not count for that: what a connection holds unread anyway
+CHECKED_BODY = 16384       # bytes up to which a body is looked through for a key that is there twice
 MAX_HEADERS = 100          # header fields of a request
 MAX_HEADER_BYTES = 65536   # names and values together
 MAX_STOPS = 64             # stop strings of a request
@@ -75,7 +77,8 @@ def too_large(size: str, limit: int) -> RequestError:
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
-    """A JSON object within the limits; raises 400 for anything else (bad UTF-8, lone surrogates, NaN, depth)."""
+    """A JSON object within the limits; raises 400 for anything else (bad UTF-8, lone surrogates, NaN, depth), and for
+    a key that is there twice, if the body is a small one."""
     check_structure(body)
     try:
         with _no_collection():
@@ -84,7 +87,21 @@ def parse_object(body: bytes) -> dict[str, Any]:
         raise RequestError(f"the body is not valid JSON: {error}", code="invalid_json") from None
     if not isinstance(value, dict):
         raise RequestError(f"the body must be a JSON object, not {type(value).__name__}", code="invalid_json")
+    if len(body) <= CHECKED_BODY:
+        _UNIQUE.decode(body.decode())
     return value
+
+
+def _check_unique(pairs: list[tuple[str, Any]]) -> None:
+    """Raise 400 for an object that has a key twice: readers differ in which of the two counts."""
+    keys: set[str] = set()
+    for key, _ in pairs:
+        if key in keys:
+            raise RequestError(f"the body has {shown(key)} twice in one object", code="invalid_json")
+        keys.add(key)
+
+
+_UNIQUE = json.JSONDecoder(object_pairs_hook=_check_unique)
 
 
 class Bodies:
