@@ -338,7 +338,7 @@ class EngineCore:
         pool, tree = self.cache.pool, self.cache.tree
         return {**self.scheduler.stats.snapshot(), **self.times.snapshot(),
                 "running": self.scheduler.running, "waiting": self.scheduler.waiting, "steps": self.steps,
-                "queued_tokens": self.scheduler.queued_tokens, "prompt_chunk": int(self.scheduler.pace.chunk),
+                "queued_tokens": self.scheduler.queue.tokens, "prompt_chunk": int(self.scheduler.pace.chunk),
                 "pages_total": pool.capacity, "pages_free": pool.free,
                 "pages_cached": tree.evictable + tree.protected, "pages_evictable": tree.evictable,
                 "pages_used": pool.capacity - pool.free - tree.evictable, "pages_quarantined": pool.quarantined,

@@ -360,7 +360,7 @@ class Run:
 
     def _check_plan(self, plan: Plan) -> None:
         limits = self.limits
-        ranges = plan.record(self.scheduler.table).ranges
+        ranges = plan.record().ranges
         assert len({r.request for r in ranges}) == len(ranges) <= limits.max_running
         assert all(0 <= r.start < r.stop <= limits.max_model_len for r in ranges), f"ranges {ranges}"
         assert sum(c.stop - c.start for c in plan.chunks) <= limits.chunk, "over the budget of prompt tokens"
@@ -371,7 +371,7 @@ class Run:
         late = [rid for rid, t in self.tracks.items() if t.aborted and not t.finish]
         assert not late, f"{late} are aborted and have no end"
         once_a_second = self.now - 1.02
-        waiting = self.scheduler._waiting
+        waiting = self.scheduler.queue
         late = [r.id for r in waiting if not r.attempts and once_a_second - r.arrival > self.limits.waiting_timeout]
         running = [*self.scheduler._running.values(), *(r for r in waiting if r.attempts)]
         late += [r.id for r in running if once_a_second - r.started > self.limits.running_timeout]

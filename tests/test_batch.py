@@ -229,7 +229,7 @@ def test_a_plan_is_recorded_as_integers():
     bench.launch()
     bench.submit([1, 2, 3])
     plan = bench.run.scheduler.plan(0.0)
-    assert plan.record(bench.run.scheduler.table) == (2, ((1, 3, 4, True), (2, 0, 3, True)))
+    assert plan.record() == (2, ((1, 3, 4, True), (2, 0, 3, True)))
 
 
 def test_no_bucket_is_large_enough():

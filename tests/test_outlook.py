@@ -160,7 +160,7 @@ def test_the_queue_is_bounded_in_tokens():
     scheduler.abort(["long"])
     for i in range(20):
         scheduler.submit(submit_of(f"r{i}", 100), 0.0)
-    assert scheduler.queued_tokens == 2000
+    assert scheduler.queue.tokens == 2000
     with pytest.raises(Overloaded):
         scheduler.submit(submit_of("b", 1), 0.0)
 
@@ -175,4 +175,4 @@ def test_a_waiting_request_costs_its_prompt_and_a_kilobyte():
     taken = tracemalloc.get_traced_memory()[0] / count
     tracemalloc.stop()
     assert taken < 1024, f"{taken:.0f} bytes beyond the prompt, which is kept as it came"
-    assert scheduler._waiting.tokens == 1000 * count
+    assert scheduler.queue.tokens == 1000 * count

@@ -299,7 +299,7 @@ def test_prompt_logprobs_survive_retraction(max_tokens):
 def test_abort_in_every_state_returns_every_page(state, overlap):
     if state == "retracted":
         run, victim = short_of_memory(), "r1"
-        assert [r.id for r in run.scheduler._waiting] == [victim]
+        assert [r.id for r in run.scheduler.queue] == [victim]
     else:
         run = Run(chunk=8, max_running=1)
         run.submit([*range(20)], max_tokens=4, **LONG)

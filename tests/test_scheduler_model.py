@@ -90,7 +90,7 @@ def watched(run: Run, had: list[tuple[str, int, int]]) -> Callable[[Plan], None]
     advance, table = run.scheduler.advance, run.scheduler.table
 
     def note(plan: Plan) -> None:
-        had.extend((table.owner[r.request].id, r.start, r.stop) for r in plan.record(table).ranges)
+        had.extend((table.owner[r.request].id, r.start, r.stop) for r in plan.record().ranges)
         advance(plan)
     return note
 

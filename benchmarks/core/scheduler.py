@@ -166,7 +166,7 @@ def waiting_bytes(count: int = 2000) -> float:
     """Bytes that a waiting request takes beyond its packed prompt."""
     engine = Isthmus(1, 100)
     engine.scheduler.limits = Limits(1, count + 8, 512, PAGE, 16384, VOCABULARY, (EOS,))
-    engine.scheduler._waiting._limits = engine.scheduler.limits
+    engine.scheduler.queue._limits = engine.scheduler.limits
     submits = [Submit(f"request-{i}", pack_ids(np.arange(10, 10 + PROMPT)), engine.params(8000)) for i in range(count)]
     tracemalloc.start()
     before = tracemalloc.get_traced_memory()[0]

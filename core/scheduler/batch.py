@@ -35,10 +35,10 @@ def fit(count: int, sizes: tuple[int, ...], what: str) -> int:
 def build_batch(plan: Plan, table: RequestTable, page_size: int,
                 buckets: Buckets | None) -> tuple[Batch, Bucket | None]:
     """The batch of a plan, before `Scheduler.advance`, and the bucket it is padded to (None = exact sizes)."""
-    decode, chunks = plan.decode, plan.chunks
-    last = table.length[decode] - 1
+    decode, chunks, lengths = plan.decode, plan.chunks, plan.lengths
+    last = lengths - 1
     tokens = np.where(table.known[decode] > last, table.last[decode], np.int32(-1))
-    seqs, positions, lengths, rows = decode, last, last + 1, np.arange(len(decode), dtype=np.int32)
+    seqs, positions, rows = decode, last, np.arange(len(decode), dtype=np.int32)
     slots = table.pages[decode, last // page_size] * np.int32(page_size) + last % np.int32(page_size)
     starts = np.arange(len(decode) + len(chunks) + 1, dtype=np.int32)
     if chunks:
@@ -99,7 +99,7 @@ def _logit_rows(plan: Plan, starts: np.ndarray, table: RequestTable) -> tuple[np
 
 def _sampling(plan: Plan, table: RequestTable, owners: np.ndarray, unknown: np.ndarray) -> Sampling:
     """Parameters of each logit row from its slot's columns; a scored or padding row (slot 0) is greedy and plain."""
-    flags = table.flags[owners]
+    flags = table.flags[owners] if plan.chunks else plan.flags
     asked = int(np.bitwise_or.reduce(flags))
     k = max((c.request.params.prompt_logprobs for c in plan.chunks if c.scores), default=-1)
     if asked & SCORED:

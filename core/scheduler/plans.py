@@ -7,7 +7,6 @@ import numpy as np
 
 from ..plan import Range, StepPlan
 from .request import Request
-from .table import RequestTable
 
 
 class Chunk(NamedTuple):
@@ -25,21 +24,25 @@ class Plan(NamedTuple):
     """One step: the slots that decode a token each, and the prefill chunks. Sampled logit rows are those of `decode`,
     then those of the chunks; each chunk's scored rows come before its sampled one.
 
-    owners, generations: the requests in the slots of `decode`, and the slots' generations, when it was planned.
+    lengths: of the rows in `decode`, with the token that they compute. owners, generations, flags: the requests in
+    these slots, the slots' generations and what the requests ask for, when it was planned.
     """
 
     step: int
     decode: np.ndarray
+    lengths: np.ndarray
     chunks: list[Chunk]
     owners: np.ndarray
     generations: np.ndarray
+    flags: np.ndarray
 
     @property
     def prompt_tokens(self) -> int:
         return sum([c.stop - c.start for c in self.chunks])
 
-    def record(self, table: RequestTable) -> StepPlan:
+    def record(self) -> StepPlan:
         """The plan as plain integers."""
-        ranges = [Range(int(s), int(table.length[s]) - 1, int(table.length[s]), True) for s in self.decode]
+        ranges = [Range(slot, length - 1, length, True)
+                  for slot, length in zip(self.decode.tolist(), self.lengths.tolist(), strict=True)]
         ranges += [Range(c.slot, c.start, c.stop, c.sample) for c in self.chunks]
         return StepPlan(self.step, tuple(ranges))

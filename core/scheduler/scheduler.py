@@ -42,7 +42,7 @@ class Scheduler:
         self.pace = Pace(limits.itl_target, limits.chunk)
         self._policy = POLICIES.create(policy)
         self._eos = tuple(sorted({i for i in limits.eos_ids if i < limits.vocab_size}))
-        self._waiting = Waiting(limits, self._policy)
+        self.queue = Waiting(limits, self._policy)
         self._running: dict[int, Request] = {}          # by slot, in order of admission
         self._prefilling: dict[Request, None] = {}
         self._decoding = np.zeros(0, np.int32)
@@ -62,11 +62,11 @@ class Scheduler:
         limit = check_request(submit, self.limits)
         if submit.id in self._by_id:
             raise ValueError(f"request id {submit.id!r} is in use")
-        self._waiting.check(0 if self._short else self.table.free, self.pace.per_token)
+        self.queue.check(0 if self._short else self.table.free, self.pace.per_token)
         request = Request(submit, self._eos, limit, next(self._handles) & 0x7FFFFFFF)
         request.arrival = request.arrival or now
         self._by_id[request.id] = request
-        self._waiting.add(request)
+        self.queue.add(request)
         self._changes += 1
 
     def abort(self, ids: Iterable[str], reason: FinishReason = "abort", error: str = "") -> None:
@@ -93,16 +93,11 @@ class Scheduler:
 
     @property
     def waiting(self) -> int:
-        return len(self._waiting)
+        return len(self.queue)
 
     @property
     def running(self) -> int:
         return len(self._running)
-
-    @property
-    def queued_tokens(self) -> int:
-        """Tokens of the waiting requests."""
-        return self._waiting.tokens
 
     # ---- one step
 
@@ -112,24 +107,24 @@ class Scheduler:
         self.cache.tick(now)
         self._learn(now)
         self._expire(now)
-        if self._waiting and self._plans % LOOK_AGAIN == 0:
+        if self.queue and self._plans % LOOK_AGAIN == 0:
             self._count_shares()
         view = View(lambda r: self.cache.cached_tokens(r.stored, r.domain, r.known - 1), now, self.pace.per_token)
         self._preempt(view)
-        decode, retracted = self._plan_decode()
+        decode, lengths, retracted = self._plan_decode()
         chunks = self._plan_prefill(view, self.pace.budget(len(decode)), admit=not retracted)
         if not len(decode) and not chunks:
             self._timed = (now, None)
             return None
         chunks.sort(key=lambda c: c.stop - c.start > 1)  # a batch has its rows of one token first
         self._step += 1
-        return Plan(self._step, decode, chunks, self.table.owner[decode], self.table.generation[decode])
+        owners, generations = self.table.owner[decode], self.table.generation[decode]
+        return Plan(self._step, decode, lengths, chunks, owners, generations, self.table.flags[decode])
 
     def advance(self, plan: Plan) -> None:
         """The plan's batch has been built and is launched: its tokens count as computed from now on."""
         table = self.table
-        table.computed[plan.decode] += 1
-        table.length[plan.decode] += 1
+        table.length[plan.decode] = plan.lengths + 1
         ready = []
         for chunk in plan.chunks:
             table.length[chunk.slot] += chunk.sample
@@ -185,8 +180,8 @@ class Scheduler:
         assert set(self._decoding.tolist()) <= set(self._running), "a slot decodes without a request"
         assert len(set(self._decoding.tolist())) == len(self._decoding), "a slot decodes twice"
         assert self.table.free + len(self._running) == self.limits.max_running, "a slot is lost"
-        assert len(self._running) + len(self._waiting) == len(self._by_id), "a request neither runs nor waits"
-        assert self._waiting.tokens == sum(r.known for r in self._waiting), "queued tokens are miscounted"
+        assert len(self._running) + len(self.queue) == len(self._by_id), "a request neither runs nor waits"
+        assert self.queue.tokens == sum(r.known for r in self.queue), "queued tokens are miscounted"
 
     # ---- planning
 
@@ -196,21 +191,21 @@ class Scheduler:
             self.pace.observe(settled.prompt_tokens, len(settled.decode), now - before)
         self._timed = (now, None)
 
-    def _plan_decode(self) -> tuple[np.ndarray, bool]:
-        """Slots that decode, each with a page for its token; retracts requests while memory is short."""
+    def _plan_decode(self) -> tuple[np.ndarray, np.ndarray, bool]:
+        """Slots that decode, each with a page for its token, and their lengths; retracts while memory is short."""
         table, size, retracted = self.table, self.limits.page_size, False
         while True:
             slots = self._decoding
-            if not len(slots):
-                return slots, retracted
             length = table.length[slots]
+            if not len(slots):
+                return slots, length, retracted
             goes_on = length < table.end[slots]
             if np.count_nonzero(goes_on) < len(slots):
                 slots, length = slots[goes_on], length[goes_on]
             short = length > table.page_count[slots] * size
             need = int(np.count_nonzero(short))
             if not need or need <= self.cache.available and self._grow(slots[short]):
-                return slots, retracted
+                return slots, length, retracted
             if need > self.cache.available:
                 retracted = True
                 self._retract(need)
@@ -242,7 +237,7 @@ class Scheduler:
         self._vacate(victim)
         victim.left = self._plans
         self.stats.preemptions += 1
-        self._waiting.add(victim)
+        self.queue.add(victim)
 
     def _preempt(self, view: View) -> None:
         """Make running requests give way to the best waiting one, if the policy wants it and it could then start."""
@@ -265,7 +260,7 @@ class Scheduler:
             self._catch_up(request)
             chunks.append(self._chunk(request, budget))
             budget -= chunks[-1].stop - chunks[-1].start
-        if admit and budget > 0 and self.table.free and self._waiting:
+        if admit and budget > 0 and self.table.free and self.queue:
             changes, pages = self._tried
             if was_short and not chunks and self._plans % LOOK_AGAIN and changes == self._changes \
                     and pages >= self.cache.available:
@@ -301,7 +296,7 @@ class Scheduler:
             self._end(request, "error", f"out of KV memory: the request needs {need} pages, "
                                         f"{self.cache.available} of {self.cache.pool.capacity} can be had")
             return False
-        self._waiting.remove(request)
+        self.queue.remove(request)
         if not request.attempts:
             request.turn = next(self._turns)
             request.use = self.cache.admit(ids, len(pages), node, request.hint, request.priority)
@@ -371,11 +366,11 @@ class Scheduler:
 
     def _take_all(self, plan: Plan, result: StepResult, full: list[TokenOutput]) -> tuple[np.ndarray, ...]:
         """The decoded tokens: (handles, tokens, requests) of those of which there is nothing more to tell."""
-        table, slots, tokens, owners = self.table, plan.decode, result.tokens[:len(plan.decode)], plan.owners
+        table, slots, tokens, owners, flags = self.table, plan.decode, result.tokens, plan.owners, plan.flags
+        tokens = tokens[:len(slots)]
         known = table.known[slots] + 1
         odd = (known >= table.end[slots]) | (table.generation[slots] != plan.generations) | table.may_stop(tokens)
-        flags = table.flags[slots]
-        asked = int(np.bitwise_or.reduce(flags)) if len(flags) else 0
+        asked = int(np.bitwise_or.reduce(flags))
         scored = ((flags & SCORED > 0) & ~odd).nonzero()[0] if asked & SCORED else slots[:0]
         if len(scored):
             odd[scored] = np.isnan(result.logprobs[scored])
@@ -423,7 +418,7 @@ class Scheduler:
         slot, table = request.slot, self.table
         if not slot:
             request.stored += pack_ids([token])
-            self._waiting.tokens += 1
+            self.queue.tokens += 1
             return request.known - request.prompt_len
         known = int(table.known[slot])
         table.tokens[slot, known] = table.last[slot] = token
@@ -466,7 +461,7 @@ class Scheduler:
                 self.growth.ended(int(self.table.known[request.slot]) - request.prompt_len)
             self._vacate(request)
         else:
-            self._waiting.remove(request)
+            self.queue.remove(request)
         self._changes += 1
         self.stats.finished(request)
 
@@ -474,12 +469,14 @@ class Scheduler:
         """Take a request off the device: what it computed stays cached, the rest of its pages and its slot are free."""
         slot, table = request.slot, self.table
         self._changes += 1
+        computed = int(table.computed[slot])
         if request in self._prefilling:
             del self._prefilling[request]
         else:
+            computed = max(computed, int(min(table.length[slot] - 1, table.known[slot])))
             self._decoding = self._decoding[self._decoding != slot]
         self._policy.charge(request.tenant, 0, int(table.known[slot] - table.charged[slot]))
-        self._commit(request, int(min(table.computed[slot], table.known[slot])))
+        self._commit(request, computed)
         row = table.pages[slot, :table.page_count[slot]].copy()
         self.cache.release(row, int(table.tree_pages[slot]), slot, request.node, request.use, request.hint)
         del self._running[slot]
@@ -490,10 +487,10 @@ class Scheduler:
         if now < self._next_expiry:
             return
         self._next_expiry, limits = now + 1.0, self.limits
-        for request in [r for r in self._waiting if not r.attempts and now - r.arrival > limits.waiting_timeout]:
+        for request in [r for r in self.queue if not r.attempts and now - r.arrival > limits.waiting_timeout]:
             self._end(request, "error", f"waited {now - request.arrival:.0f} s, the limit is "
                                         f"{limits.waiting_timeout:.0f} s (--waiting-timeout)", status=503)
-        started = [*self._running.values(), *(r for r in self._waiting if r.attempts)]
+        started = [*self._running.values(), *(r for r in self.queue if r.attempts)]
         for request in [r for r in started if now - r.started > limits.running_timeout]:
             self._end(request, "error", f"ran {now - request.started:.0f} s, the limit is "
                                         f"{limits.running_timeout:.0f} s (--running-timeout)", status=504)

@@ -1,6 +1,6 @@
 """Running requests as numpy columns, one row (sequence slot) each; slot 0 is nobody's.
 
-Three lengths of a row, in tokens: computed <= length - 1 while it decodes, and length - 1 <= known <= length.
+Three lengths of a row, in tokens. computed is kept while it prefills, later it is length - 1, which is at most known.
 
     tokens    0 ........ computed ........ known ........ length
               K and V launched  | to compute | sampled, still on the device (overlap)
