@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import fields
 
 import pytest
 from isthmus.core.cli import progress
@@ -14,6 +15,7 @@ from isthmus.core.cli.main import main
 from isthmus.core.cli.parser import build_parser, given_settings
 from isthmus.core.cli.progress import ProgressLine
 from isthmus.core.cli.terminal import MAX_INPUT, read_input
+from isthmus.core.config import Config
 from isthmus.core.errors import ConfigError
 from isthmus.core.logs import announce
 
@@ -153,6 +155,14 @@ def test_flags_become_settings_by_name():
     assert given_settings(arguments) == {"prefix_cache": False, "strict": True, "port": "1",
                                          "platform_option": ["a=b", "c=d"]}
     assert given_settings(parser.parse([])) == {}
+
+
+@pytest.mark.parametrize("command", ["serve", "explain"])
+def test_every_setting_is_a_flag(command):
+    text = build_parser(COMMANDS[command]).format_help()
+    missing = [setting.name for group in fields(Config) for setting in fields(group.default_factory)
+               if f"--{setting.name.replace('_', '-')}" not in text]
+    assert not missing
 
 
 def test_version(capsys):

@@ -65,7 +65,7 @@ default is the eviction policy of this engine; lru-leaf drops the least recently
 leaf whole, as SGLang does, lru-block single blocks, as vLLM does, and optimal knows the
 future (Belady). Formats of traces and latency models: docs/replay.md."""
 
-ENGINE = ("model", "platform", "cache", "scheduler")
+ENGINE = ("model", "platform", "parallel", "cache", "scheduler")
 ONE_USER = ("model", "revision", "dtype", "max_model_len", "chat_template", "platform", "platform_option",
             "kv_cache_memory")
 MORE = "The other settings of the engine that `isthmus serve --help` lists are taken too."
