@@ -16,7 +16,7 @@ from isthmus.core.errors import ConfigError
 from isthmus.core.replay.cached import cached_blocks
 from isthmus.core.replay.formats import read_trace, write_binary, write_jsonl
 from isthmus.core.replay.latency import LATENCY_MODELS, LatencyModel, read_latency_model
-from isthmus.core.replay.peers import PEERS, Segments
+from isthmus.core.replay.peers import PEERS
 from isthmus.core.replay.run import COMPARED, Capacity, Order, hinted, replay
 from isthmus.core.replay.served import serve
 from isthmus.core.replay.trace import Trace, TraceError, make_trace
@@ -144,7 +144,7 @@ def naive_lru(trace: Trace, capacity: int) -> list[int]:
 @settings(max_examples=60, deadline=None)
 def test_segments_cover_every_request(prompts):
     trace = trace_of(*map("".join, prompts))
-    cut = Segments(trace)
+    cut = trace.segments
     assert [sum(int(cut.weight[s]) for s in path) for path in cut.paths] == np.diff(trace.starts).tolist()
     assert int(cut.weight.sum()) == trace.unique
 

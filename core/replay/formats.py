@@ -87,7 +87,7 @@ def _read_binary(path: Path, data: bytes) -> Trace:
     if not np.isfinite(head["arrival"]).all():
         raise TraceError(f"{path}: request {int(np.flatnonzero(~np.isfinite(head['arrival']))[0])} has no time")
     ids = np.frombuffer(data, "<i8", int(starts[-1]), at)
-    rows = ((float(h["arrival"]), int(h["inputs"]), 0, int(h["space"]), ids[starts[i]:starts[i + 1]].tolist(), False)
+    rows = ((float(h["arrival"]), int(h["inputs"]), 0, int(h["space"]), ids[starts[i]:starts[i + 1]], False)
             for i, h in enumerate(head))
     return make_trace(path.name, block, rows)
 

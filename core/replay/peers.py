@@ -16,33 +16,9 @@ from .trace import Trace
 Tick = Callable[[int], None]
 
 
-class Segments:
-    """Blocks that occur in the same requests only, one after the other, taken as one of that `weight`.
-
-    paths[i]: the segments of request i, front to back.  next_use: of each entry of all paths, one after the other.
-    """
-
-    def __init__(self, trace: Trace):
-        refs, starts = trace.blocks, trace.starts
-        uses = np.bincount(refs, minlength=trace.unique)
-        first = np.zeros(len(refs), bool)
-        first[starts[:-1][np.diff(starts) > 0]] = True
-        head = first.copy()
-        head[1:] |= uses[refs[1:]] != uses[refs[:-1]]  # a child as often used as its parent is always used with it
-        heads = np.flatnonzero(head)
-        names, ids = np.unique(refs[heads], return_inverse=True)
-        sizes = np.diff(np.append(heads, len(refs)))
-        self.weight = np.zeros(len(names), np.int64)
-        self.weight[ids] = sizes
-        bounds = np.searchsorted(heads, starts).tolist()
-        listed, following = ids.tolist(), trace.next_use()[heads].tolist()
-        self.paths = [listed[a:b] for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
-        self.next_use = [following[a:b] for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
-
-
 def lru_block(trace: Trace, capacity: int, tick: Tick) -> np.ndarray:
     """Least recently used block first, the tail of a request before its head, as vLLM's free queue has it."""
-    cut = Segments(trace)
+    cut = trace.segments
     weight, have = cut.weight.tolist(), [0] * len(cut.weight)
     queue: OrderedDict[int, None] = OrderedDict()
     found, free = np.zeros(len(trace), np.int64), capacity
@@ -76,7 +52,7 @@ def optimal(trace: Trace, capacity: int, tick: Tick) -> np.ndarray:
 
     A block's next use is never before its prefix's, so that what is kept is always whole prefixes.
     """
-    cut = Segments(trace)
+    cut = trace.segments
     weight, have, due = cut.weight.tolist(), [0] * len(cut.weight), [0] * len(cut.weight)
     heap: list[tuple[int, int, int]] = []
     found, used, never = np.zeros(len(trace), np.int64), 0, len(trace)

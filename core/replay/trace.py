@@ -1,8 +1,9 @@
 """A trace of requests: when they arrive, how long they are, and which blocks of tokens their prompts share."""
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -13,7 +14,7 @@ class TraceError(IsthmusError):
     """A trace that cannot be read; the message names the file, the line and the way out."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Trace:
     """Requests in order of arrival.
 
@@ -50,14 +51,15 @@ class Trace:
 
     def head(self, count: int) -> Trace:
         """The first `count` requests."""
-        rows = ((float(self.arrival[i]), int(self.inputs[i]), int(self.outputs[i]), "", self.request(i).tolist(),
+        rows = ((float(self.arrival[i]), int(self.inputs[i]), int(self.outputs[i]), "", self.request(i),
                  bool(self.hinted[i])) for i in range(min(count, len(self))))
         return make_trace(self.name, self.block, rows)
 
+    @cached_property
     def next_use(self) -> np.ndarray:
         """For each entry of `blocks`, the next request that names it again, int64; `len(self)` when none does."""
         owner = np.repeat(np.arange(len(self)), np.diff(self.starts))
-        order = np.lexsort((owner, self.blocks))
+        order = np.argsort(self.blocks, kind="stable")
         following = np.full(len(order), len(self))
         same = self.blocks[order[1:]] == self.blocks[order[:-1]]
         following[:-1][same] = owner[order[1:]][same]
@@ -65,12 +67,17 @@ class Trace:
         result[order] = following
         return result
 
+    @cached_property
+    def segments(self) -> Segments:
+        """Its blocks, as few at a time as can be told apart."""
+        return Segments(self)
+
     def dead_ends(self) -> np.ndarray:
         """Requests whose last block nobody names again: bool [n]. A request without a whole block is none."""
         counts = np.diff(self.starts)
         ends = np.zeros(len(self), bool)
         some = counts > 0
-        ends[some] = self.next_use()[self.starts[1:][some] - 1] == len(self)
+        ends[some] = self.next_use[self.starts[1:][some] - 1] == len(self)
         return ends
 
     def seen_before(self) -> np.ndarray:
@@ -82,29 +89,84 @@ class Trace:
         return known[self.starts[1:]] - known[self.starts[:-1]]
 
 
-def make_trace(name: str, block: int, rows: Iterable[tuple[float, int, int, object, Iterable[int], bool]]) -> Trace:
+class Segments:
+    """Blocks that occur in the same requests only, one after the other, taken as one of that `weight`.
+
+    paths[i]: the segments of request i, front to back.  next_use: of each entry of all paths, one after the other.
+    """
+
+    def __init__(self, trace: Trace):
+        refs, starts = trace.blocks, trace.starts
+        uses = np.bincount(refs, minlength=trace.unique)
+        first = np.zeros(len(refs), bool)
+        first[starts[:-1][np.diff(starts) > 0]] = True
+        head = first.copy()
+        head[1:] |= uses[refs[1:]] != uses[refs[:-1]]  # a child as often used as its parent is always used with it
+        heads = np.flatnonzero(head)
+        names, ids = np.unique(refs[heads], return_inverse=True)
+        sizes = np.diff(np.append(heads, len(refs)))
+        self.weight = np.zeros(len(names), np.int64)
+        self.weight[ids] = sizes
+        bounds = np.searchsorted(heads, starts).tolist()
+        listed, following = ids.tolist(), trace.next_use[heads].tolist()
+        self.paths = [listed[a:b] for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
+        self.next_use = [following[a:b] for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
+
+
+def make_trace(name: str, block: int, rows: Iterable[tuple[float, int, int, object, Sequence, bool]]) -> Trace:
     """A trace from (arrival, input tokens, output tokens, namespace, ids of whole blocks, hinted) rows.
 
     An id counts together with all before it and the namespace: it may name a block's own text or the prefix up to it.
     """
-    numbers: dict[tuple[object, int], int] = {}
-    arrival, inputs, outputs, hinted, starts, blocks = [], [], [], [], [0], []
-    for at, tokens, out, space, ids, hint in rows:
-        parent: object = ("root", space)
-        for key in ids:
-            parent = numbers.setdefault((parent, key), len(numbers))
-            blocks.append(parent)
-        starts.append(len(blocks))
+    arrival, inputs, outputs, spaces, hinted, counts, ids = [], [], [], [], [], [], []
+    for at, tokens, out, space, named, hint in rows:
         arrival.append(at)
         inputs.append(tokens)
         outputs.append(out)
+        spaces.append(space)
         hinted.append(hint)
+        counts.append(len(named))
+        ids.append(named)
     if not arrival:
         raise TraceError(f"{name}: there is no request in it")
-    times = np.array(arrival, np.float64)
-    trace = Trace(name, block, times - times.min(), np.array(inputs, np.int64), np.array(outputs, np.int64),
-                  np.array(starts, np.int64), np.array(blocks, np.int32), np.array(hinted, bool))
+    times, starts = np.array(arrival, np.float64), np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
+    blocks = _numbered(ids, starts) if len(set(spaces)) == 1 else None
+    if blocks is None:
+        blocks = _chained(ids, spaces)
+    trace = Trace(name, block, times - times.min(), np.array(inputs, np.int64), np.array(outputs, np.int64), starts,
+                  blocks, np.array(hinted, bool))
     return trace if (np.diff(times) >= 0).all() else _sorted(trace)
+
+
+def _numbered(ids: list[Sequence], starts: np.ndarray) -> np.ndarray | None:
+    """Numbers in order of appearance, where each id always stands behind the same one; None where they do not."""
+    if not all(isinstance(part, np.ndarray | range) or all(type(i) is int for i in part) for part in ids):
+        return None
+    try:
+        flat = np.concatenate([np.asarray(part, np.int64) for part in ids])
+    except OverflowError:
+        return None
+    values, first, inverse = np.unique(flat, return_index=True, return_inverse=True)
+    rank = np.empty(len(values), np.int64)
+    rank[np.argsort(first)] = np.arange(len(values))
+    numbers = rank[inverse]
+    before = np.concatenate([[-1], numbers[:-1]])[:len(numbers)]
+    before[starts[:-1][np.diff(starts) > 0]] = -1
+    parent = np.full(len(values), -1)
+    parent[numbers] = before
+    return numbers.astype(np.int32) if (parent[numbers] == before).all() else None
+
+
+def _chained(ids: list[Sequence], spaces: list[object]) -> np.ndarray:
+    """Numbers of (all before it, id), one by one."""
+    numbers: dict[tuple[object, object], int] = {}
+    blocks = []
+    for space, named in zip(spaces, ids, strict=True):
+        parent: object = ("root", space)
+        for key in named.tolist() if isinstance(named, np.ndarray) else named:
+            parent = numbers.setdefault((parent, key), len(numbers))
+            blocks.append(parent)
+    return np.array(blocks, np.int32)
 
 
 def _sorted(trace: Trace) -> Trace:
