@@ -140,7 +140,8 @@ def make_trace(name: str, block: int, rows: Iterable[tuple[float, int, int, obje
 
 def _numbered(ids: list[Sequence], starts: np.ndarray) -> np.ndarray | None:
     """Numbers in order of appearance, where each id always stands behind the same one; None where they do not."""
-    if not all(isinstance(part, np.ndarray | range) or all(type(i) is int for i in part) for part in ids):
+    if not all(isinstance(part, np.ndarray | range) or isinstance(part, list) and all(type(i) is int for i in part)
+               for part in ids):
         return None
     try:
         flat = np.concatenate([np.asarray(part, np.int64) for part in ids])
