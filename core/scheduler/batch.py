@@ -99,8 +99,10 @@ def _logit_rows(plan: Plan, starts: np.ndarray, table: RequestTable) -> tuple[np
 
 def _sampling(plan: Plan, table: RequestTable, owners: np.ndarray, unknown: np.ndarray) -> Sampling:
     """Parameters of each logit row from its slot's columns; a scored or padding row (slot 0) is greedy and plain."""
-    flags = table.flags[owners] if plan.chunks else plan.flags
-    asked = int(np.bitwise_or.reduce(flags))
+    flags, asked = plan.flags, plan.asked
+    if plan.chunks:
+        flags = table.flags[owners]
+        asked = int(np.bitwise_or.reduce(flags))
     k = max((c.request.params.prompt_logprobs for c in plan.chunks if c.scores), default=-1)
     if asked & SCORED:
         k = max(k, int(table.logprobs[owners].max()))

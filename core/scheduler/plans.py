@@ -25,7 +25,7 @@ class Plan(NamedTuple):
     then those of the chunks; each chunk's scored rows come before its sampled one.
 
     lengths: of the rows in `decode`, with the token that they compute. owners, generations, flags: the requests in
-    these slots, the slots' generations and what the requests ask for, when it was planned.
+    these slots, the slots' generations and what the requests ask for, when it was planned. asked: all flags in one.
     """
 
     step: int
@@ -35,6 +35,7 @@ class Plan(NamedTuple):
     owners: np.ndarray
     generations: np.ndarray
     flags: np.ndarray
+    asked: int
 
     @property
     def prompt_tokens(self) -> int:

@@ -46,6 +46,7 @@ class Scheduler:
         self._running: dict[int, Request] = {}          # by slot, in order of admission
         self._prefilling: dict[Request, None] = {}
         self._decoding = np.zeros(0, np.int32)
+        self._rows: tuple = (None,)                     # of the last plan: what there is about its slots
         self._by_id: dict[str, Request] = {}
         self._ended: list[TokenOutput] = []
         self._handles, self._turns = itertools.count(1), itertools.count(1)
@@ -118,8 +119,10 @@ class Scheduler:
             return None
         chunks.sort(key=lambda c: c.stop - c.start > 1)  # a batch has its rows of one token first
         self._step += 1
-        owners, generations = self.table.owner[decode], self.table.generation[decode]
-        return Plan(self._step, decode, lengths, chunks, owners, generations, self.table.flags[decode])
+        if decode is not self._rows[0]:  # slots that decode have the same requests for as long as the array is the same
+            table, flags = self.table, self.table.flags[decode]
+            self._rows = decode, table.owner[decode], table.generation[decode], flags, int(np.bitwise_or.reduce(flags))
+        return Plan(self._step, decode, lengths, chunks, *self._rows[1:])
 
     def advance(self, plan: Plan) -> None:
         """The plan's batch has been built and is launched: its tokens count as computed from now on."""
@@ -370,8 +373,7 @@ class Scheduler:
         tokens = tokens[:len(slots)]
         known = table.known[slots] + 1
         odd = (known >= table.end[slots]) | (table.generation[slots] != plan.generations) | table.may_stop(tokens)
-        asked = int(np.bitwise_or.reduce(flags))
-        scored = ((flags & SCORED > 0) & ~odd).nonzero()[0] if asked & SCORED else slots[:0]
+        scored = ((flags & SCORED > 0) & ~odd).nonzero()[0] if plan.asked & SCORED else slots[:0]
         if len(scored):
             odd[scored] = np.isnan(result.logprobs[scored])
             scored = scored[~odd[scored]]
@@ -384,7 +386,7 @@ class Scheduler:
         table.known[slots] = known
         table.last[slots] = tokens
         self.stats.generated_tokens += len(slots)
-        if asked & PENALISED:
+        if plan.asked & PENALISED:
             rows = (flags & PENALISED).nonzero()[0]
             for request, token in zip(owners[rows].tolist(), tokens[rows].tolist(), strict=True):
                 request.history.add(token)
