@@ -217,8 +217,7 @@ class Scheduler:
         """A further page for each slot; False if there were fewer than the ledger said."""
         pages = self.cache.take_each(slots)
         if pages is not None:
-            self.table.pages[slots, self.table.page_count[slots]] = pages
-            self.table.page_count[slots] += 1
+            self.table.add_pages(slots, pages)
         return pages is not None
 
     def _retract(self, need: int) -> None:
@@ -303,6 +302,7 @@ class Scheduler:
         if not request.attempts:
             request.turn = next(self._turns)
             request.use = self.cache.admit(ids, len(pages), node, request.hint, request.priority)
+        self.table.reserve(len(pages) + need)
         row = self.table.pages[slot]
         row[:len(pages)] = pages
         row[len(pages):len(pages) + need] = fresh

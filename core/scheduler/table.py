@@ -18,6 +18,8 @@ GREEDY = 1e-5  # a temperature below this is greedy: dividing by it would overfl
 # What a row asks for beyond its token, as bits: one look at a batch tells which parts of a step are needed.
 DRAWN, TOP_K, TOP_P, MIN_P, PENALISED, BIASED, MIN_TOKENS, SCORED = (1 << i for i in range(8))
 
+SOME_PAGES = 64  # of a row, to begin with
+
 _MIX1, _MIX2, _GOLDEN = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB), np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -63,7 +65,9 @@ class RequestTable:
         (self.length, self.known, self.charged, self.last, self.prompt_len, self.end, self.handle, self.top_k,
          self.min_tokens, self.logprobs, self.computed, self.page_count, self.tree_pages) = self._ints
         (self.temperature, self.top_p, self.min_p, self.repetition, self.presence, self.frequency) = self._floats
-        self.pages, self.tokens = np.zeros((seqs, max_pages), np.int32), np.zeros((seqs, max_len), np.int32)
+        self._max_pages = max_pages
+        self.pages = np.zeros((seqs, min(max_pages, SOME_PAGES)), np.int32)
+        self.tokens = np.zeros((seqs, max_len), np.int32)
         self.seed, self.flags, self.generation = zeros(np.uint64), zeros(np.uint8), zeros(np.uint32)
         self.owner = np.full(seqs, None, object)
         self.logprobs[0], self.top_p[0], self.repetition[0] = -1, 1, 1  # for rows that sample nothing
@@ -93,6 +97,21 @@ class RequestTable:
         self._stops[request.ban_ids] += 1
         self._stopping[request.ban_ids] = True
         return slot
+
+    def reserve(self, pages: int) -> None:
+        """Make room for rows of so many pages. They are no longer than they need to be, so that many rows read together
+        are near each other in memory."""
+        have = self.pages.shape[1]
+        if pages > have:
+            more = min(self._max_pages, max(pages, 2 * have)) - have
+            self.pages = np.pad(self.pages, ((0, 0), (0, more)))
+
+    def add_pages(self, slots: np.ndarray, pages: np.ndarray) -> None:
+        """A further page for each of these rows."""
+        counts = self.page_count[slots]
+        self.reserve(int(counts.max()) + 1)
+        self.pages[slots, counts] = pages
+        self.page_count[slots] = counts + 1
 
     def give_back(self, slot: int) -> None:
         """The slot is free again."""
