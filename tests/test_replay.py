@@ -19,7 +19,7 @@ from isthmus.core.replay.latency import LATENCY_MODELS, LatencyModel, read_laten
 from isthmus.core.replay.peers import PEERS
 from isthmus.core.replay.run import COMPARED, Capacity, Order, hinted, replay
 from isthmus.core.replay.served import serve
-from isthmus.core.replay.trace import Trace, TraceError, make_trace
+from isthmus.core.replay.trace import Trace, TraceError, _chained, _numbered, make_trace
 
 COST = 15  # seconds
 HERE = Path(__file__).parent / "traces"
@@ -147,6 +147,26 @@ def test_segments_cover_every_request(prompts):
     cut = trace.segments
     assert [sum(int(cut.weight[s]) for s in path) for path in cut.paths] == np.diff(trace.starts).tolist()
     assert int(cut.weight.sum()) == trace.unique
+
+
+@given(st.lists(st.lists(st.integers(0, 5), max_size=5), min_size=1, max_size=12))
+@settings(max_examples=100, deadline=None)
+def test_blocks_are_numbered_alike_one_by_one_and_at_once(ids):
+    starts = np.concatenate([[0], np.cumsum([len(part) for part in ids])])
+    at_once = _numbered(ids, starts)
+    one_by_one = _chained(ids, [""] * len(ids))
+    behind = {}
+    told_apart = all(behind.setdefault(i, part[:k][-1:]) == part[:k][-1:] for part in ids for k, i in enumerate(part))
+    assert (at_once is not None) == told_apart
+    if at_once is not None:
+        assert at_once.tolist() == one_by_one.tolist()
+
+
+def test_the_first_requests_alone():
+    trace = read_trace(HERE / "chat.jsonl")
+    head = trace.head(10)
+    assert len(head) == 10 and head.blocks.tolist() == trace.blocks[:len(head.blocks)].tolist()
+    assert head.unique < trace.unique and (head.arrival == trace.arrival[:10]).all()
 
 
 # ---- hints
