@@ -16,8 +16,6 @@ import msgspec
 import numpy as np
 from pydantic import Field, ValidationError
 
-from .cli.session import open_text
-from .cli.settings import check, list_settings
 from .config import Config
 from .engine import EngineCore
 from .errors import ConfigError, EngineStopped, Overloaded, RequestError
@@ -26,6 +24,7 @@ from .processes.detokenizer import DetokenizerState
 from .server.errors import validation_error
 from .server.protocol import SamplingFields, ShortText, TermFields, spellings
 from .server.terms import Caller, terms
+from .server.text_service import open_text
 from .server.validate import (
     COMPLETION_TOKENS,
     Bounds,
@@ -37,6 +36,7 @@ from .server.validate import (
     sampling_params,
     split_prompts,
 )
+from .settings import check, list_settings
 from .suggest import suggest
 
 Prompt = str | Sequence[int] | np.ndarray

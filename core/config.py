@@ -3,7 +3,7 @@
 A field's metadata: `help` (one sentence), `choices` (a tuple, or the function that lists what is registered), `unit`
 ("bytes" = a size such as 4GiB), `least`, `most`, `needs` (what a text that is set must hold), `aliases` (other words
 for some of the choices), `endpoint` (True: it is an address for ZMQ).
-Resolution and who set what is the business of `core.cli.settings`; `None` or "auto" means that the engine decides at
+Resolution and who set what is the business of `core.settings`; `None` or "auto" means that the engine decides at
 start and reports it.
 """
 from __future__ import annotations

@@ -3,6 +3,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from .errors import ConfigError
+
 
 def named_path(name: str) -> Path:
     """The path, with ~ as a home folder where there is such a user."""
@@ -36,3 +38,16 @@ def read_text(path: Path, limit: int) -> str:
     if len(text) > limit:
         raise ValueError(f"the file has more than {limit} characters")
     return text
+
+
+def read_template(path: str | None) -> str | None:
+    """The user's own chat template, if one is set. Raises `ConfigError` when there is no such text."""
+    if not path:
+        return None
+    from .text.template import MAX_SOURCE
+    try:
+        return read_text(named_path(path), MAX_SOURCE)
+    except OSError as error:
+        raise ConfigError(f"--chat-template {path}: {(error.strerror or str(error)).lower()}") from None
+    except ValueError as error:
+        raise ConfigError(f"--chat-template {path}: {error}") from None

@@ -17,10 +17,10 @@ from isthmus.core.cli import doctor
 from isthmus.core.cli.banner import banner, base_url, count, example
 from isthmus.core.cli.main import main
 from isthmus.core.cli.serve import open_to_others
-from isthmus.core.cli.settings import resolve
 from isthmus.core.config import Config, ModelSettings, PlatformSettings, ServerSettings
 from isthmus.core.errors import CheckpointError, RequestError
 from isthmus.core.platform import Unavailable
+from isthmus.core.settings import resolve
 from isthmus.platforms.options import check_options
 
 from .checkpoints import tiny_llama_gguf, write_safetensors

@@ -16,11 +16,11 @@ from hypothesis.stateful import initialize, invariant, rule
 from isthmus.core.cache.events import Cleared, Removed, Stored, block_hashes
 from isthmus.core.cache.manager import CacheManager
 from isthmus.core.cache.publisher import END, Kept, Publisher, is_local, wire_event
-from isthmus.core.cli.settings import read_environment, resolve
 from isthmus.core.config import CacheSettings, Config
 from isthmus.core.engine import EngineCore
 from isthmus.core.errors import ConfigError
 from isthmus.core.scheduler.request import cache_domain
+from isthmus.core.settings import read_environment, resolve
 
 from .cache_machine import CacheMachine
 from .checkpoints import tiny_llama_gguf

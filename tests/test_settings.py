@@ -7,7 +7,10 @@ from pathlib import Path
 import pytest
 from isthmus.core import env
 from isthmus.core.cli.main import MAX_MESSAGE, main
-from isthmus.core.cli.settings import (
+from isthmus.core.config import Config, size_bytes
+from isthmus.core.errors import ConfigError
+from isthmus.core.scheduler.policy import POLICIES, FirstComeFirstServed
+from isthmus.core.settings import (
     check_platform,
     list_settings,
     read_environment,
@@ -17,9 +20,6 @@ from isthmus.core.cli.settings import (
     unknown_variables,
     value_of,
 )
-from isthmus.core.config import Config, size_bytes
-from isthmus.core.errors import ConfigError
-from isthmus.core.scheduler.policy import POLICIES, FirstComeFirstServed
 
 
 def write(path: Path, text: str) -> Path:

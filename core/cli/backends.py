@@ -18,9 +18,9 @@ from urllib.parse import urlsplit
 
 from ..config import Config
 from ..errors import ConfigError, RequestError
+from ..settings import Resolved, list_settings
 from .sampling import check_options
-from .session import fetch, in_thread, make_local_client, open_text, platform_warning
-from .settings import Resolved, list_settings
+from .session import fetch, in_thread, make_local_client, platform_warning
 
 Message = dict[str, str]
 Prompt = str | Sequence[Message]
@@ -83,6 +83,7 @@ class LocalBackend:
         """Fetch the model and open its text side; `name` and `can_chat` are known then."""
         loop = asyncio.get_running_loop()
         self.config = await in_thread(fetch, self.config, lambda *args: loop.call_soon_threadsafe(progress, *args))
+        from ..server.text_service import open_text
         self.text = await in_thread(open_text, self.config)
         self.name = self.config.model.served_model_name or Path(self.config.model.model).stem
 

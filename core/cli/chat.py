@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError, IsthmusError, RequestError
+from ..settings import Resolved
 from ..suggest import suggest
 from .backends import TOO_LONG, Message, Turn, add_backend_arguments, make_backend
 from .parser import add_model_argument
 from .progress import ProgressLine
 from .sampling import OPTIONS, add_sampling_arguments, given_options, parse_option, shown_options
-from .settings import Resolved
 from .terminal import QUOTES, Reader, WordWrap, make_reader, quiet_terminal
 
 DEFAULT, NONE = "default", "none"

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from ..errors import ConfigError
-from .settings import Resolved
+from ..settings import Resolved
 
 MAX_SECONDS = 24 * 3600  # of one case
 

@@ -15,8 +15,8 @@ from typing import Any
 
 from ..config import PlatformSettings
 from ..env import cache_dir
+from ..settings import Resolved, suggest
 from .banner import count, size
-from .settings import Resolved, suggest
 from .version import isthmus_version
 
 LIBRARIES = ("numpy", "msgspec", "pyzmq", "starlette", "uvicorn", "tokenizers", "jinja2", "huggingface-hub",

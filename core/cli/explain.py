@@ -11,13 +11,14 @@ from .. import manifests
 from ..config import Config, shown_size
 from ..env import VARIABLES, cache_dir
 from ..errors import IsthmusError
+from ..files import read_template
 from ..platform import Manifest, Unavailable, Unsupported
 from ..registry import RegistrationError
+from ..settings import SECRET, Resolved, list_settings, shown, value_of
 from .banner import DTYPES
 from .parser import add_model_argument
 from .sampling import shown_options
-from .session import platform_warning, read_template
-from .settings import SECRET, Resolved, list_settings, shown, value_of
+from .session import platform_warning
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -81,7 +82,7 @@ def decisions(config: Config) -> tuple[list[tuple[str, str, str]], bool]:
     from ..startup import choose_page_size, claim_platform, compute_dtype
     made: list[tuple[str, str, str]] = []
     try:
-        read_template(config)
+        read_template(config.model.chat_template)
         platform, manifest, why = claim_platform(config)
         getattr(platform, "close", lambda: None)()
         warning = platform_warning(manifest.name, manifest.rank)

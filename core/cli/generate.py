@@ -10,10 +10,10 @@ from contextlib import aclosing
 from typing import Any
 
 from ..errors import ConfigError
+from ..settings import Resolved
 from .backends import Turn, add_backend_arguments, make_backend
 from .progress import ProgressLine
 from .sampling import add_sampling_arguments, given_options
-from .settings import Resolved
 from .terminal import read_input
 
 MAX_TOKENS = 512

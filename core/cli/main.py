@@ -14,9 +14,9 @@ from ..env import debug_level
 from ..errors import ConfigError, IsthmusError, cut, said
 from ..files import is_there
 from ..logs import announce, set_up_logging
+from ..settings import Resolved, check_platform, list_settings, resolve, shown, unknown_variables
 from .encoding import accept_every_character
 from .parser import build_parser, find_command, given_settings, overview
-from .settings import Resolved, check_platform, list_settings, resolve, shown, unknown_variables
 
 USAGE, FAILED, INTERRUPTED = 2, 1, 130
 MAX_MESSAGE = 4000  # characters; whatever an error repeats, a terminal shows it

@@ -8,9 +8,9 @@ from typing import Any, NoReturn
 
 from ..config import Config
 from ..errors import ConfigError
+from ..settings import Setting, list_settings, shown
 from ..suggest import suggest
 from .commands import COMMANDS, Command
-from .settings import Setting, list_settings, shown
 
 OVERVIEW = """\
 usage: isthmus COMMAND [options]

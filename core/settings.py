@@ -9,12 +9,12 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_type_hints
 
-from ..config import Config, size_bytes
-from ..env import PREFIX, VARIABLES
-from ..errors import SHOWN, ConfigError, cut
-from ..errors import shown as shown_value
-from ..files import is_there, read_text
-from ..suggest import suggest
+from .config import Config, size_bytes
+from .env import PREFIX, VARIABLES
+from .errors import SHOWN, ConfigError, cut
+from .errors import shown as shown_value
+from .files import is_there, read_text
+from .suggest import suggest
 
 SECRET = ("api_key",)
 MAX_FILE = 1 << 16  # characters
@@ -242,7 +242,7 @@ def resolve(flags: Mapping[str, Any], environment: Mapping[str, str] | None = No
 
 def check_platform(resolved: Resolved) -> None:
     """Raise `ConfigError` when the platform that was asked for is not there. Imports no platform."""
-    from ..discovery import list_platforms
+    from .discovery import list_platforms
     name, origin = resolved.config.platform.platform, resolved.origin["platform"]
     if name != "auto" and name not in (found := sorted(list_platforms())):
         source = "" if origin == "command line" else f" ({origin})"
