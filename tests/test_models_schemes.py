@@ -144,6 +144,8 @@ I32, F16 = np.int32, np.float16
     ("awq", {}, {f"{Q}.qweight": np.ones((160, 20), F16)}, ["qweight is f16", "i32"]),
     ("awq", {}, {f"{Q}.qzeros": np.ones((5, 160), I32)}, ["qzeros", "[5, 20]"]),
     ("awq", {}, {f"{Q}.qweight": np.zeros((0, 20), I32)}, ["q_proj"]),
+    ("gptq4-act", {}, {f"{Q}.g_idx": None}, [Q, "no g_idx"]),
+    ("pack4-act", {}, {f"{Q}.weight_g_idx": None}, [Q, "no weight_g_idx"]),
     ("gptq4", {"bits": 9}, {}, ["bits = 9"]), ("gptq4", {"bits": 8}, {f"{Q}.g_idx": None}, ["q_proj", "[5, 160]"]),
     ("gptq4", {"checkpoint_format": "marlin"}, {}, ["checkpoint_format = 'marlin'", "gptq_v2"]),
     ("gptq4", {}, {f"{Q}.g_idx": np.full(160, 5, I32)}, ["g_idx", "from 0 to 4", "from 5 to 5"]),

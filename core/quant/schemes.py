@@ -177,6 +177,8 @@ def _gptq(module: Module, settings: Fields) -> Quantized:
     width = order.shape[0] if order else rows * _WORD // bits
     bits = rows * _WORD // max(width, 1)  # of this module: some files have several
     groups = _groups(module, settings, width, ragged=order is not None)
+    if order is None and groups > 1 and settings.flag("desc_act", False):
+        module.part("g_idx")  # raises: without it the groups would be runs of inputs
     beside = [module.fitting(module.part("scales", *FLOATS), (groups, height)),
               module.fitting(module.part("qzeros", "i32"), (groups, -(-height * bits // _WORD)))]
     name = f"gptq{bits}" + "_v2" * (settings.get("checkpoint_format", "gptq") == "gptq_v2")
@@ -282,7 +284,8 @@ def _packed(module: Module, settings: Fields, codes: Part, scales: Part) -> Quan
     if "weight_zero_point" in module or (asymmetric and all(asymmetric)):
         zeros = module.part("weight_zero_point", "i32")
         name, beside = f"{name}_asym", [*beside, module.fitting(zeros, (-(-rows * bits // _WORD), groups))]
-    if "weight_g_idx" in module:
+    by_group = [group.get("weights", {}).get("actorder") in ("group", True) for group in _config_groups(settings)]
+    if "weight_g_idx" in module or (groups > 1 and by_group and all(by_group)):
         order = module.fitting(module.part("weight_g_idx", "i32"), (shape[1],))
         if (module.values(order) != -1).any() and not _in_order(module, order, groups):
             name, beside = f"{name}_act", [*beside, order]
