@@ -15,7 +15,8 @@ from .progress import ProgressLine
 if TYPE_CHECKING:
     from ..replay.run import Capacity
 
-PATIENCE = 2.0  # seconds before progress is shown
+PATIENCE = 2.0      # seconds before progress is shown
+LARGE = 16 * 2**20  # bytes of a trace that takes about as long to read
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,12 +47,14 @@ def run(arguments: argparse.Namespace, resolved: Any) -> int:
     from ..replay.plot import write_plot
     from ..replay.run import replay
     order = _order(arguments)
-    trace = read_trace(arguments.trace, arguments.block_tokens, arguments.seed)
-    if arguments.requests:
-        trace = trace.head(arguments.requests)
-    if arguments.convert:
-        return _convert(trace, arguments.convert)
     with ProgressLine(sys.stderr) as line:
+        if arguments.trace.is_file() and (size := arguments.trace.stat().st_size) > LARGE:
+            line(f"read {arguments.trace.name}", 0, size)
+        trace = read_trace(arguments.trace, arguments.block_tokens, arguments.seed)
+        if arguments.requests:
+            trace = trace.head(arguments.requests)
+        if arguments.convert:
+            return _convert(trace, arguments.convert)
         report = replay(trace, order, _patient(line))
     for path in arguments.plot:
         write_plot(report, path)

@@ -39,7 +39,8 @@ class LeafHeap:
 
 
 class Ranked:
-    """A policy by rank: `rank` gives a request's, which all nodes of its prefix and all that it adds get."""
+    """A policy by rank: `rank` gives a request's, which all nodes of its prefix and all that it adds get. Where all are
+    alike it is LRU."""
 
     watches = True
 
@@ -48,7 +49,7 @@ class Ranked:
         self._leaves = LeafHeap()
 
     def rank(self, hint: CacheHint | None, priority: int) -> float:
-        raise TypeError(f"{type(self).__name__} gives no rank")
+        return 0.0
 
     def add(self, node: Node) -> None:
         self._leaves.push(node)
