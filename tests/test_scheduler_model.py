@@ -134,5 +134,5 @@ def test_every_plan_is_as_foretold():
 
 @pytest.mark.slow
 def test_every_plan_is_as_foretold_for_long():
-    done = [compare(seed, 1000) for seed in range(1000, 1040)]
-    assert sum(retracted for _, retracted in done) > 500
+    done = [compare(seed, 1000) for seed in range(1000, 1012)]
+    assert sum(retracted for _, retracted in done) > 150
