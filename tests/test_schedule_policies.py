@@ -84,6 +84,7 @@ def test_each_is_given_once_and_those_sent_back_come_first(name):
     rest = taken(policy, 40, now=41.0)
     assert sorted(rest) == sorted(order)
     assert list(policy.order(View(lambda r: 0, 42.0))) == []
+    assert all(r.ticket is None for r in requests), "an ended request would be kept by itself"
 
 
 # ---- depth first

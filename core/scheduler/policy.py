@@ -85,6 +85,7 @@ class Line:
     def remove(self, request: Request) -> None:
         """The entry of a request that is in this line."""
         del self._entries[bisect_left(self._entries, request.ticket)]
+        request.ticket = None  # it names the request: no circle may keep an ended one
 
     def head(self, count: int = WINDOW) -> list[Request]:
         """The first `count` requests."""
@@ -321,8 +322,9 @@ class Deadline(FirstComeFirstServed):
     def _sort_out(self, now: float) -> None:
         """Move those whose time has passed to the late ones: they are first in the line, behind those sent back."""
         for request in self._line.passed((1, now)):
+            due = request.ticket[0][1]
             self._line.remove(request)
-            self._late.add(request, (2, request.ticket[0][1]), next(self._serial))
+            self._late.add(request, (2, due), next(self._serial))
 
 
 POLICIES = Registry("schedule policy", SchedulePolicy, ("add", "remove", "order", "charge", "preempt", "victim"))
