@@ -106,12 +106,12 @@ def test_a_seeded_text_depends_only_on_itself_and_its_seed(kernels: str | None):
                 platform_option=options) as engine:
         prompts = [engine.text.encode("My favourite three animals are").tolist(),
                    rng.integers(20, 49_000, 420).tolist()]
-        for seed, prompt in enumerate(prompts * 2):
-            asked: dict[str, Any] = dict(max_tokens=16, temperature=0.8, seed=seed, ignore_eos=True, logprobs=0)
+        for seed, prompt in enumerate(prompts):
+            asked: dict[str, Any] = dict(max_tokens=8, temperature=0.8, seed=seed, ignore_eos=True, logprobs=0)
             engine.core.command("flush_cache")
             alone, cached = engine.generate(prompt, **asked), engine.generate(prompt, **asked)
             engine.core.command("flush_cache")
-            neighbours = [rng.integers(20, 49_000, rng.integers(50, 500)).tolist() for _ in range(6)]
+            neighbours = [rng.integers(20, 49_000, rng.integers(50, 300)).tolist() for _ in range(6)]
             among = engine.generate([*neighbours[:3], prompt, *neighbours[3:]], **asked)[3]
             for how, other in (("from the cache", cached), ("among neighbours", among)):
                 assert alone.tokens == other.tokens, f"seed {seed}, {len(prompt)} tokens, {how}"
