@@ -52,6 +52,20 @@ def test_numbers_of_releases_begin_anew_and_stay_apart():
     assert sorted(pool.generation.tolist()) == [0, 0, 0, 1, 2, 3]
 
 
+@pytest.mark.parametrize("count", [3, 5000])
+def test_one_wrong_page_among_few_or_many_is_found(count):
+    pool = PagePool(count + 2)
+    taken, other = pool.alloc(count, 1), pool.alloc(1, 2)
+    for wrong in (np.append(taken, other), np.append(other, taken)):
+        with pytest.raises(OwnershipError, match="request in slot 2, not request in slot 1"):
+            pool.transfer(wrong, 1, TREE)
+    with pytest.raises(OwnershipError, match=f"page {taken[-1]} .* released twice"):
+        pool.release(np.append(taken, taken[-1]), 1)
+    pool.transfer(taken, 1, TREE)
+    pool.release(taken, TREE)
+    assert pool.free == count
+
+
 def test_transfer_keeps_the_generation():
     pool = PagePool(5)
     taken = pool.alloc(2, 1)
