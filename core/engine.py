@@ -187,6 +187,8 @@ class EngineCore:
             self._flight = None
             try:
                 out.collect()
+            except EngineDead as error:  # the rest is to be let go all the same
+                log.error("step %d: %s", plan.step, error)
             except Exception as error:
                 self._failed([plan], error)
         self.recorder.close()
