@@ -254,7 +254,7 @@ class EngineCore:
         self.times.enter(DEVICE)
         return step(self._state, batch)
 
-    def _failed(self, plans: list[Plan], error: Exception) -> list[TokenOutput]:
+    def _failed(self, plans: list[Plan], error: Exception) -> StepOutputs:
         if isinstance(error, EngineDead):  # a rank is gone: no later step can succeed
             raise error
         log.exception("step %d failed on %s", plans[-1].step, self._manifest.name, exc_info=error)
