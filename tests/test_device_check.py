@@ -1,19 +1,22 @@
 """ci/device_check.sh: all of it on the emulated platform with tiny sizes, and that it goes on where it was."""
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+from dataclasses import replace
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 
+import psutil
 import pytest
 
-COST = 150  # seconds, 5 of them without the slow test
+COST = 165  # seconds, 20 of them without the slow test
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT, FOLDER = ROOT / "ci" / "device_check.sh", ROOT / "benchmarks" / "device"
 STEPS = ("facts", "ceilings", "attention", "linears", "llama", "qwen", "engine", "conformance", "kernels_attention",
@@ -23,45 +26,140 @@ STEPS = ("facts", "ceilings", "attention", "linears", "llama", "qwen", "engine",
 @pytest.fixture
 def check(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(FOLDER))
-    spec = spec_from_file_location("device_check_steps", FOLDER / "check.py")
+    for name in ("subject", "report", "goals", "steps"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    spec = spec_from_file_location("device_check", FOLDER / "check.py")
     module = module_from_spec(spec)
     monkeypatch.setitem(sys.modules, spec.name, module)
     spec.loader.exec_module(module)
     return module
 
 
+class Checks:
+    """A check of three small steps on a device that is made up; the second one ends as a file says."""
+
+    def __init__(self, check: ModuleType, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+        self.check, self.top, self.code = check, folder / "top", folder / "code"
+        self.code.write_text("3")
+        self.subject = check.Subject("cuda", "a GPU", False, "c0ffee")
+        self.scripts = {
+            "first": "print('fine')",
+            "second": f"code = int(open({str(self.code)!r}).read()); print('no GPU'); raise SystemExit(code)",
+            "third": "import time; time.sleep(60)"}
+        self.beside = False
+        monkeypatch.setattr(check, "steps", lambda *_: [
+            check.Step(name, 1, (sys.executable, "-c", script), empty=(2,), beside=self.beside and at > 0)
+            for at, (name, script) in enumerate(self.scripts.items())])
+        monkeypatch.setattr(check, "find", lambda *_: self.subject)
+        monkeypatch.setattr(sys.modules["report"], "TITLES", {name: name for name in self.scripts})
+
+    @property
+    def folder(self) -> Path:
+        return self.top / self.subject.folder
+
+    def __call__(self, *words: str) -> tuple[int, dict[str, str]]:
+        done = self.check.main(["cuda", f"--folder={self.top}", *words])
+        status = self.check.read_status(self.folder, self.subject)
+        return done, {name: part["outcome"] for name, part in status.items()}
+
+
 @pytest.fixture
-def three(check: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tuple[int, dict]]:
-    """A check of three small steps, the second of which ends as a file says."""
-    code = tmp_path / "code"
-    code.write_text("3")
-    scripts = {"first": "print('fine')", "second": f"raise SystemExit(int(open({str(code)!r}).read()))",
-               "third": "import time; time.sleep(60)"}
-    monkeypatch.setattr(check, "steps", lambda *_: [
-        check.Step(name, 1, (sys.executable, "-c", script), results=False) for name, script in scripts.items()])
-    monkeypatch.setattr(sys.modules["report"], "TITLES", {name: name for name in scripts})
-
-    def run(*words: str) -> tuple[int, dict]:
-        done = check.main(["cuda", f"--folder={tmp_path}", *words])
-        return done, {name: part["outcome"] for name, part in check.read_status(tmp_path).items()}
-    run.code = code
-    return run
+def three(check: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Checks:
+    return Checks(check, monkeypatch, tmp_path)
 
 
-def test_a_failed_step_and_a_slow_one_do_not_end_the_rest_and_a_done_one_is_not_done_again(three, tmp_path, capsys):
+def test_a_failed_step_and_a_slow_one_do_not_end_the_rest_and_a_done_one_is_not_done_again(three, capsys):
     code, outcomes = three()
     assert code == 1
     assert outcomes == {"first": "done", "second": "failed with 3", "third": "ended after 1 s"}
-    report = (tmp_path / "report.md").read_text()
-    assert "| second | failed with 3 |" in report and "last line: fine" in report
+    report = (three.folder / "report.md").read_text()
+    assert "| second | failed with 3 |" in report and "cuda on a GPU" in report and "Commit c0ffee" in report
+    assert (three.top / "report.md").read_text() == report
     three.code.write_text("0")
     capsys.readouterr()
-    _, outcomes = three("--step=second")
-    assert outcomes["second"] == "done"
+    code, outcomes = three("--step=second")
+    assert (code, outcomes["second"]) == (0, "done")  # what was asked for is done
     assert "first" not in capsys.readouterr().out
     three()
     said = capsys.readouterr().out
     assert "first: done before" in said and "second: done before" in said and "third: at most 1 s" in said
+
+
+@pytest.mark.parametrize("other", [{"platform": "rocm"}, {"device": "another GPU"}, {"emulated": True},
+                                   {"commit": "c0ffee+1"}])
+def test_what_is_of_another_platform_device_or_commit_was_not_done_before(three, capsys, other):
+    three.scripts = {"first": "print('fine')"}
+    assert three()[0] == 0
+    before, first = three.subject, three.folder
+    kept = {path: path.read_bytes() for path in first.iterdir()}
+    three.subject = replace(before, **other)
+    assert three.folder != first
+    capsys.readouterr()
+    assert three()[0] == 0 and "done before" not in capsys.readouterr().out
+    assert {path: path.read_bytes() for path in first.iterdir()} == kept
+    assert ("No number here" in (three.folder / "report.md").read_text()) == bool(other.get("emulated"))
+    (three.folder / "steps.json").write_bytes(kept[first / "steps.json"])  # put there by hand
+    three()
+    assert "done before" not in capsys.readouterr().out
+    three.subject = before
+    three()
+    assert "first: done before" in capsys.readouterr().out
+
+
+def test_results_say_what_they_are_of(three, tmp_path):
+    told = three.top / three.subject.folder / "first.json"
+    three.scripts = {"first": f"open({str(told)!r}, 'w').write('{{\"rows\": [{{\"a\": 1}}]}}')"}
+    three()
+    assert json.loads(told.read_text()) == {"rows": [{"a": 1}], "of": {
+        "platform": "cuda", "device": "a GPU", "emulated": False, "commit": "c0ffee"}}
+
+
+def test_a_step_that_lost_its_device_was_not_run(three):
+    three.code.write_text("2")
+    code, outcomes = three("--step=second")
+    assert (code, outcomes) == (1, {"second": "not run: no GPU"})
+
+
+@pytest.mark.parametrize("body, outcome, passed", [
+    ("def test_a(): pytest.skip('no device')\ndef test_b(): pytest.skip('no device')", "not run: no device", 0),
+    ("def test_a(): pytest.skip('no device')\ndef test_b(): pass", "done", 1),
+    ("def test_a(): assert False", "failed with 1", 0),
+    ("x = pytest.importorskip('nothing_called_so')", "not run: could not import 'nothing_called_so'", 0),
+    ("", "not run: no tests ran", 0)])
+def test_tests_that_were_all_skipped_were_not_run(check, tmp_path, body, outcome, passed):
+    (tmp_path / "test_it.py").write_text(f"import pytest\n{body}\n")
+    command = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={tmp_path / 'k.xml'}",
+               str(tmp_path / "test_it.py"))
+    step = check.Step("k", 30, command, tests=True, empty=(5,))
+    status: dict = {}
+    check.run_steps([step], tmp_path, check.Subject("cuda", "a GPU", False, "c"), 30, status, lambda: None)
+    found = json.loads((tmp_path / "k.json").read_text())
+    assert status["k"]["outcome"].startswith(outcome) and found["rows"][0]["passed"] == passed
+    assert found["of"]["device"] == "a GPU"
+
+
+def test_without_a_device_it_ends_at_once_and_says_why(three, check, monkeypatch, capsys):
+    three.scripts = {"first": "print('fine')"}
+    assert three()[0] == 0
+
+    def none(*_: object) -> None:
+        raise check.NoDevice("platform 'cuda': no NVIDIA driver found: install the driver")
+    monkeypatch.setattr(check, "find", none)
+    assert three()[0] == 2
+    said, report = capsys.readouterr(), (three.top / "report.md").read_text()
+    assert "nothing was run: platform 'cuda': no NVIDIA driver found" in said.err and "at most" not in said.err
+    assert "Nothing was run: platform 'cuda': no NVIDIA driver found" in report and "| first | not run |" in report
+    assert "| first | done |" in (three.folder / "report.md").read_text()  # what another run found stays
+
+
+@pytest.mark.skipif(os.name == "nt", reason="a shell script")
+def test_the_script_without_a_driver_ends_within_seconds(tmp_path):
+    if Path("/proc/driver/nvidia/gpus").is_dir():
+        pytest.skip("there is an NVIDIA driver")
+    done = subprocess.run([SCRIPT, "cuda", "--folder", tmp_path], capture_output=True, text=True, timeout=60,
+                          env=os.environ | {"PYTHON": sys.executable})
+    assert done.returncode == 2 and "nothing was run: platform 'cuda': " in done.stderr, done
+    assert "Nothing was run: platform 'cuda': " in (tmp_path / "report.md").read_text()
 
 
 def test_no_step_begins_without_time(three, capsys):
@@ -69,12 +167,72 @@ def test_no_step_begins_without_time(three, capsys):
     assert code == 1 and not outcomes and "no time left" in capsys.readouterr().out
 
 
-def test_a_step_that_ignores_the_interrupt_is_ended(check, monkeypatch, tmp_path):
-    monkeypatch.setattr(check, "GRACE", 1)
-    script = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); time.sleep(60)"
-    step = check.Step("deaf", 2, (sys.executable, "-c", script), results=False)
-    assert check.run_step(step, tmp_path, 2)["outcome"] == "ended after 2 s"
-    assert json.loads((tmp_path / "deaf.json").read_text())["rows"][0]["exit"] == -signal.SIGKILL
+@pytest.mark.parametrize("word", ["nan", "-1", "inf", "x"])
+def test_seconds_are_a_number(check, capsys, word):
+    with pytest.raises(SystemExit):
+        check.main(["cuda", f"--seconds={word}"])
+    assert "--seconds" in capsys.readouterr().err
+
+
+def test_help_is_whole(check, capsys):
+    with pytest.raises(SystemExit):
+        check.main(["--help"])
+    said = capsys.readouterr().out
+    assert said.startswith("usage: ci/device_check.sh") and "are of the latest run.\n" in said
+    assert f"steps: {', '.join(STEPS)}\n" in said and "exit status: 0" in said
+
+
+def test_a_step_that_ignores_the_interrupt_is_ended(three, monkeypatch):
+    monkeypatch.setattr(sys.modules["steps"], "GRACE", 1)
+    three.scripts = {"first": "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); time.sleep(60)"}
+    began = time.monotonic()
+    assert three() == (1, {"first": "ended after 1 s"}) and time.monotonic() - began < 20
+
+
+@pytest.mark.skipif(os.name == "nt", reason="signals of POSIX")
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_step_with_all_that_it_started_and_the_rest_can_be_resumed(three, capsys, tmp_path, signum):
+    """The second step starts a child of its own, which says who it is, then the signal comes."""
+    child = tmp_path / "child"
+    three.scripts["second"] = (
+        "import os, signal, subprocess, sys, time\n"
+        f"c = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+        f"open({str(child)!r}, 'w').write(str(c.pid)); os.kill({os.getpid()}, {int(signum)}); time.sleep(60)")
+    handler = signal.getsignal(signum)
+    began = time.monotonic()
+    code, outcomes = three()
+    assert code == 128 + signum and time.monotonic() - began < 20
+    assert outcomes == {"first": "done", "second": "interrupted"}
+    assert capsys.readouterr().err == "device_check: interrupted; run it again to go on from here\n"
+    assert not psutil.pid_exists(pid := int(child.read_text())) or psutil.Process(pid).status() == "zombie"
+    assert "| second | interrupted |" in (three.folder / "report.md").read_text()
+    assert signal.getsignal(signum) is handler
+    three.scripts["second"] = "print('fine')"
+    code, outcomes = three()
+    assert "first: done before" in capsys.readouterr().out and outcomes["second"] == "done"
+
+
+def test_a_folder_that_takes_nothing_is_one_line(three, check, capsys, monkeypatch):
+    three.top.write_text("a file")
+    assert check.main(["cuda", f"--folder={three.top}/x"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"device_check: --folder {three.top}/x cannot take the results: ")
+    assert error.count("\n") == 1
+    three.top.unlink()
+    three.scripts = {"first": "print('fine')"}
+    assert three()[0] == 0
+    good = (three.top / "report.md").read_text()
+
+    def full(self: Path, *_: object) -> None:
+        self.touch()
+        raise OSError(errno.ENOSPC, "No space left on device")
+    for method in ("write_bytes", "write_text"):
+        monkeypatch.setattr(Path, method, full)
+        assert three()[0] == 2
+        assert capsys.readouterr().err.endswith("cannot take the results: No space left on device\n")
+        monkeypatch.undo() if method == "write_text" else monkeypatch.setattr(Path, "write_bytes", lambda *_: None)
+    assert (three.top / "report.md").read_text() == good
+    assert not [path for path in three.top.rglob(".*")]
 
 
 def test_the_limits_of_all_steps_are_below_eight_minutes(check, tmp_path):
@@ -85,15 +243,12 @@ def test_the_limits_of_all_steps_are_below_eight_minutes(check, tmp_path):
     assert tests == sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests" / "triton").glob("test_*.py"))
 
 
-def test_steps_beside_each_other_run_at_the_same_time(check, monkeypatch, tmp_path):
+def test_steps_beside_each_other_run_at_the_same_time(three, check, monkeypatch, tmp_path):
     """Each waits for the other's file."""
-    scripts = [f"import pathlib, time; pathlib.Path({str(tmp_path)!r}, '{a}').touch()\n"
-               f"while not pathlib.Path({str(tmp_path)!r}, '{b}').exists(): time.sleep(0.01)" for a, b in ("xy", "yx")]
-    monkeypatch.setattr(check, "steps", lambda *_: [
-        check.Step(f"s{at}", 30, (sys.executable, "-c", script), results=False, beside=bool(at))
-        for at, script in enumerate(scripts)])
-    monkeypatch.setattr(sys.modules["report"], "TITLES", {"s0": "", "s1": ""})
-    assert check.main(["cuda", f"--folder={tmp_path}"]) == 0
+    one, two = (f"import pathlib, time; pathlib.Path({str(tmp_path)!r}, '{a}').touch()\n"
+                f"while not pathlib.Path({str(tmp_path)!r}, '{b}').exists(): time.sleep(0.01)" for a, b in ("xy", "yx"))
+    three.scripts, three.beside = {"first": one, "second": two}, True
+    assert three()[0] == 0
 
 
 def test_goals_are_judged_by_the_worst_figure(check):
@@ -124,10 +279,16 @@ def test_every_step_runs_on_the_emulated_platform(platform: str, tmp_path: Path)
     environment = os.environ | {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
     command = [SCRIPT, platform, "--device", "cpu", "--folder", tmp_path, "--seconds", "900"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=900)
-    logs = {path.name: path.read_text()[-800:] for path in tmp_path.glob("*.log")}
-    assert done.returncode == 0, (done.stdout + done.stderr, logs)
+    folder, = (path for path in tmp_path.iterdir() if path.is_dir())
+    logs = {path.name: path.read_text()[-800:] for path in folder.glob("*.log")}
     report = json.loads((tmp_path / "report.json").read_text())
-    assert report["emulated"] and tuple(report["results"]) == (*STEPS[:-3], STEPS[-1])
+    outcomes = {name: part["outcome"] for name, part in report["steps"].items()}
+    if not find_spec("triton"):
+        assert outcomes.pop(STEPS[-1]).startswith("not run: ")
+    assert set(outcomes.values()) == {"done"}, (done.stdout + done.stderr, logs)
+    assert done.returncode == (0 if find_spec("triton") else 1)
+    assert report["of"]["emulated"] and tuple(report["results"]) == (*STEPS[:-3], STEPS[-1])
+    assert all(found["of"] == report["of"] for found in report["results"].values())
     rows = {name: found.get("rows", []) for name, found in report["results"].items()}
     errors = [row for found in rows.values() for row in found if "error" in row]
     assert [row for row in errors if "not installed" not in row["error"]] == []

@@ -17,12 +17,14 @@ from typing import Any
 
 import torch
 from isthmus.core.discovery import load_platform, probe
-from isthmus.core.platform import Manifest
+from isthmus.core.platform import Manifest, Unavailable
 from isthmus.platforms.accelerator.base import AcceleratorPlatform
 from isthmus.platforms.accelerator.device import Device
 from isthmus.platforms.accelerator.graph import Graph
 from isthmus.platforms.accelerator.kernels import Kernels
 from isthmus.platforms.accelerator.staging import Staging
+from report import write_whole
+from subject import NO_DEVICE
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PLATFORMS = ("cuda", "rocm", "xpu", "npu")
@@ -88,10 +90,14 @@ def arguments(about: str) -> argparse.Namespace:
 def main(about: str, run: Callable[[Place, dict[str, Any]], Any]) -> None:
     """A step's command: `run(place, ceilings)` gives rows, which are written also when it is interrupted.
 
-    ceilings: what the step of that name measured, {} without it.
+    ceilings: what the step of that name measured, {} without it. Exit status `NO_DEVICE` where there is no device.
     """
     given = arguments(about)
-    place = arrive(given.platform, given.device == "cpu")
+    try:
+        place = arrive(given.platform, given.device == "cpu")
+    except Unavailable as error:
+        print(error)
+        raise SystemExit(NO_DEVICE) from None
     kept: dict[str, Any] = {"rows": []}
     earlier = given.results / "ceilings.json" if given.results else None
     ceilings = json.loads(earlier.read_text("utf-8")) if earlier and earlier.is_file() else {}
@@ -100,7 +106,7 @@ def main(about: str, run: Callable[[Place, dict[str, Any]], Any]) -> None:
             for row in run(place, ceilings):
                 kept["rows"].append(row)
                 print(json.dumps(row), flush=True)
-                given.json.write_text(json.dumps(kept, indent=1) + "\n", "utf-8")
+                write_whole(given.json, json.dumps(kept, indent=1) + "\n")
     finally:
         place.platform.close()
 

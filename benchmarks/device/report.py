@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from goals import verdicts
+from subject import Subject, stamp
 
 TITLES = {
     "facts": "Versions and device", "ceilings": "Measured ceilings", "attention": "Attention", "linears": "Products",
@@ -62,18 +63,33 @@ def conformance(found: dict[str, Any]) -> list[str]:
     return lines + [f"- `{case['id']}` {case['outcome']}: {cell(case.get('reason', ''))}" for case in bad[:100]] + [""]
 
 
-def write_report(folder: Path, platform: str, tiny: bool, names: Sequence[str], status: dict[str, Any]) -> None:
-    """report.json and report.md, of the steps that have come so far."""
+def write_whole(path: Path, text: str) -> None:
+    """A file that is there whole or as it was: written beside it, then renamed."""
+    beside = path.with_name(f".{path.name}.new")
+    try:
+        beside.write_text(text, "utf-8")
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def write_report(place: Path, folder: Path, subject: Subject, names: Sequence[str], status: dict[str, Any],
+                 reason: str = "") -> None:
+    """report.json and report.md in `place`, of the steps that have come so far, whose results lie in `folder`.
+
+    reason: why nothing was run.
+    """
     results = {name: read(folder, name) for name in names if name in status}
     goals = verdicts({name: found.get("rows", ()) for name, found in results.items()})
-    whole = {"platform": platform, "emulated": tiny, "steps": status, "goals": goals, "results": results}
-    (folder / "report.json").write_text(json.dumps(whole, indent=1, ensure_ascii=False) + "\n", "utf-8")
-    lines = [f"# Device check: {platform}", "", *([EMULATED] if tiny else [])]
+    whole = {"of": stamp(subject), "reason": reason, "steps": status, "goals": goals, "results": results}
+    write_whole(place / "report.json", json.dumps(whole, indent=1, ensure_ascii=False) + "\n")
+    lines = [f"# Device check: {subject.platform} on {subject.device}", "", *([EMULATED] if subject.emulated else []),
+             *([f"**Nothing was run: {reason}**", ""] if reason else [f"Commit {subject.commit}.", ""])]
     lines += ["| step | outcome | seconds | date |", "|---|---|---|---|"]
-    lines += [f"| {name} | {status[name]['outcome']} | {status[name]['seconds']} | {status[name]['date']} |"
+    lines += [f"| {name} | {cell(status[name]['outcome'])} | {status[name]['seconds']} | {status[name]['date']} |"
               if name in status else f"| {name} | not run | | |" for name in names]
-    lines += ["", "## Goals, set for an H200", "", *tables(goals)]
+    lines += ["", "## Goals, set for an H200", "", *tables(goals)] if not reason else []
     for name, found in results.items():
         lines += ["", f"## {TITLES[name]}", ""]
         lines += conformance(found) if name == "conformance" else tables(found.get("rows", []))
-    (folder / "report.md").write_text("\n".join(lines).rstrip() + "\n", "utf-8")
+    write_whole(place / "report.md", "\n".join(lines).rstrip() + "\n")
