@@ -16,10 +16,12 @@ def sample(logits: torch.Tensor, targets: np.ndarray, sampling: Sampling, inputs
     if sampling.top_logprobs is None:
         return StepResult(tokens)
     wide = logits.float()
-    total = wide.logsumexp(-1, keepdim=True)
+    top = wide.amax(-1, keepdim=True)
+    # Summed in float64, whose order of summing, which depends on the number of rows, is lost in rounding.
+    total = top + (wide - top).exp_().sum(-1, keepdim=True, dtype=torch.float64).log_()
     chosen = wide.gather(1, torch.from_numpy(tokens.astype(np.int64))[:, None]) - total
     values, ids = best(wide, len(sampling.top_logprobs))
-    return StepResult(tokens, chosen[:, 0].numpy(), ids.int().numpy(), (values - total).numpy())
+    return StepResult(tokens, chosen[:, 0].float().numpy(), ids.int().numpy(), (values - total).float().numpy())
 
 
 def best(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
