@@ -10,7 +10,7 @@ namespace isthmus {
 
 constexpr int ROWS = 6;      // rows whose sums are in registers at once
 constexpr long CHUNK = 512;  // values of k whose weights are expanded at once for many rows
-constexpr int MANY = 24;     // rows from which that pays
+constexpr int MANY = 32;     // rows from which that pays for codes; bf16 is expanded at no cost in registers
 
 // Rows of x times NB neighbouring blocks. y gets the sums on top of what it holds when `more`.
 template <class W, int M, int NB>
@@ -57,7 +57,7 @@ static void tiles(const float* x, long xs, long M, const uint8_t* w, long block,
 template <class W, int NB>
 static void products(const float* x, long xs, long M, const uint8_t* w, long block, long K, float* panel, float* y) {
     auto rows = (float (*)[LANES * NB]) y;
-    if (M < MANY) return tiles<W, NB>(x, xs, M, w, block, K, rows, false);
+    if (M < MANY || W::GROUP <= 2) return tiles<W, NB>(x, xs, M, w, block, K, rows, false);
     for (long k = 0; k < K; k += CHUNK) {
         const long length = std::min(CHUNK, K - k);
         expand<W>(w, block, NB, k, length, panel);
