@@ -99,9 +99,47 @@ def test_the_banner_tells_of_them(tmp_path):
     (F32(0, ()), ["layers.0.self_attn.k_scale has 0", "above 0"]), (F32(np.nan, (1,)), ["has nan"]),
     (F32(-1, (1,)), ["has -1"]), (np.ones(1, np.int32), ["k_scale is i32 [1]", "f16, bf16 or f32"]),
     (F32(1, (2000,)), ["k_scale is f32 [2000]", "1024"]), (F32(1, (0,)), ["k_scale is f32 [0]"]),
-    (Stored("bf16", (1,), b"\x80\x7f"), ["has inf"])])
+    (Stored("bf16", (1,), b"\x80\x7f"), ["has inf"]),
+    (F32(1e-45, (1,)), ["has 1.4013e-45", "from 2**-40 to 2**40"]), (F32(1e38, (1,)), ["has 1e+38", "2**40"]),
+    (F32([1, 1, 1e-38][-KV_HEADS:], (KV_HEADS,)), ["has 1e-38"]),
+    (F32(1, (KV_HEADS + 1,)), [f"k_scale has {KV_HEADS + 1} numbers", f"each of the {KV_HEADS} heads"]),
+    (F32(1, (KV_HEADS, 5)), [f"k_scale has {5 * KV_HEADS} numbers"])])
 def test_what_is_no_scale_is_refused(tmp_path, value, words):
-    folder = folder_of(tmp_path, "fp8", scales={"k_scale": value})
+    refused(tmp_path, {"k_scale": value, "v_scale": F32(1, (1,))}, words)
+
+
+@pytest.mark.parametrize("scales, words", [
+    ({"k_scale": 1}, ["layers.0.self_attn.k_scale has no scale of V beside it", "both or neither"]),
+    ({"v_proj.output_scale": 1}, ["v_proj.output_scale has no scale of K beside it"]),
+    ({"k_scale": 1, "v_scale": 1, "k_proj.k_scale": 2}, ["k_scale is 1", "k_proj.k_scale is 2", "scale of K in layer"]),
+    ({"kv_scale": 1, "k_scale": 1, "v_scale": 4}, ["kv_scale is 1", "v_scale is 4", "scale of V in layer 0"])])
+def test_scales_that_do_not_agree_are_refused(tmp_path, scales, words):
+    refused(tmp_path, {name: F32(value, (1,)) for name, value in scales.items()}, words)
+
+
+def refused(folder: Path, scales: dict, words: list[str]) -> None:
     with pytest.raises(CheckpointError) as caught:
-        open_checkpoint(folder)
+        open_checkpoint(folder_of(folder, "fp8", scales=scales))
     assert all(word in str(caught.value) for word in words), caught.value
+
+
+@pytest.mark.parametrize("value", [2.0 ** -40, 2.0 ** 40])
+def test_the_least_and_the_most_scale_and_two_names_of_the_same(tmp_path, value):
+    scales = dict.fromkeys(("kv_scale", "k_scale", "v_proj.v_scale"), F32(value, (1,)))
+    with open_checkpoint(folder_of(tmp_path, "fp8", scales=scales)) as checkpoint:
+        assert checkpoint.kv_scales == dict.fromkeys(range(LAYERS), (value, value))
+
+
+@pytest.mark.parametrize("scheme", [FLOAT | {"num_bits": 4, "type": "int"}, FLOAT | {"strategy": "token"}, 7, [], "x",
+                                    FLOAT | {"dynamic": True}, FLOAT | {"type": "bogus"}])
+def test_a_scheme_that_is_not_read_is_told_and_its_scales_are_not_used(tmp_path, scheme):
+    folder = folder_of(tmp_path, "ct-fp8-channel", {"kv_cache_scheme": scheme}, {"k_scale": F32(K, (1,))})
+    loaded = Runner("reference", folder, "f64").model.loaded
+    assert loaded.report[-1].startswith("kv_cache_scheme ") and "is left alone: only 8-bit floats" in loaded.report[-1]
+    assert {(state.k_scale, state.v_scale) for state in loaded.state_layers} == {(1.0, 1.0)}
+
+
+def test_a_scheme_without_scales_is_told(tmp_path):
+    folder = folder_of(tmp_path, "ct-fp8-channel", {"kv_cache_scheme": FLOAT})
+    loaded = Runner("reference", folder, "f64").model.loaded
+    assert loaded.report[-1] == "kv_cache_scheme, but no scales of K and V: taken as 1"

@@ -95,7 +95,7 @@ def _state_layers(config: ModelConfig, checkpoint: Any, manifest: Manifest) -> t
     """The layers' caches, with the checkpoint's scales of K and V where the platform uses them; and what to tell."""
     scales = {layer: pair for layer, pair in checkpoint.kv_scales.items() if layer < config.layers}
     if not scales:
-        return config.state_layers, []
+        return config.state_layers, [checkpoint.kv_note] if checkpoint.kv_note else []
     told = f"scales of K and V in 8-bit floats (--kv-cache-dtype fp8) for {len(scales)} layers"
     if "kv_scales" not in manifest.features:
         return config.state_layers, [f"{told}: {manifest.name} does not use them"]

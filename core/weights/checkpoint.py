@@ -12,7 +12,7 @@ import numpy as np
 from ..errors import CheckpointError
 from ..quant import activations, schemes
 from ..quant.formats import FORMATS, SAFETENSORS_TYPES, nbytes
-from ..quant.kv_scales import Scales, kv_scales
+from ..quant.kv_scales import Scales, heads_of, kv_scales, unread_scheme
 from ..specs import RawTensor
 from . import gguf_config, mlx
 from .files import read_json
@@ -54,16 +54,18 @@ class Checkpoint:
     metadata:   of a GGUF file, {} otherwise.
     norms_include_one: norm weights are stored as 1 + w.
     kv_scales:  layer -> scales of K and of V in 8-bit floats, where it was calibrated for them.
+    kv_note:    what to tell of its `kv_cache_scheme`, "" for nothing.
     narrow:     it was made for activations in 8 bits.
     """
 
     def __init__(self, path: Path, kind: Literal["gguf", "safetensors"], config: dict[str, Any],
                  places: dict[str, Place], metadata: dict[str, Any] | None = None,
                  generation: dict[str, Any] | None = None, norms_include_one: bool = False,
-                 kv_scales: Scales | None = None, narrow: bool = False):
+                 kv_scales: Scales | None = None, kv_note: str = "", narrow: bool = False):
         self.path, self.kind, self.config, self._places = path, kind, config, places
         self.metadata, self.generation = metadata or {}, generation or {}
-        self.norms_include_one, self.kv_scales, self.narrow = norms_include_one, kv_scales or {}, narrow
+        self.norms_include_one, self.narrow = norms_include_one, narrow
+        self.kv_scales, self.kv_note = kv_scales or {}, kv_note
 
     @property
     def names(self) -> frozenset[str]:
@@ -159,9 +161,15 @@ def _open_folder(folder: Path) -> Checkpoint:
         entry = file.tensors[name]
         place = Place(file.map, SAFETENSORS_TYPES[entry.dtype], entry.shape, file.base + entry.begin)
         places |= _apart(f"{folder}: tensor {name!r}", name, place)
-    scales = kv_scales(str(folder), places, lambda name: _floats(f"{folder}: {name}", places[name]))
-    places, narrow = _with_schemes(folder, config, places)
-    return Checkpoint(folder, "safetensors", config, places, kv_scales=scales, narrow=narrow,
+    where, affine, said = _quantization(folder, config)
+    scheme = said.get("kv_cache_scheme") if isinstance(said, dict) else None
+    note, scales = unread_scheme(scheme), {}
+    if not note:
+        scales = kv_scales(str(folder), places, lambda name: _floats(f"{folder}: {name}", places[name]),
+                           heads_of(config))
+        note = "kv_cache_scheme, but no scales of K and V: taken as 1" if scheme is not None and not scales else ""
+    places, narrow = _with_schemes(where, affine, said, places)
+    return Checkpoint(folder, "safetensors", config, places, kv_scales=scales, kv_note=note, narrow=narrow,
                       generation=read_json(extra) if extra.is_file() else None)
 
 
@@ -179,18 +187,25 @@ def _apart(where: str, name: str, place: Place) -> dict[str, Place]:
             half._replace(offset=place.offset + i * half.nbytes) for i in range(2 * experts)}
 
 
-def _with_schemes(folder: Path, config: dict[str, Any],
-                  places: dict[str, Place]) -> tuple[dict[str, Place], bool]:
-    """Each quantized tensor as one, with its logical shape; and whether activations are meant to have 8 bits. What the
-    configuration says about it is taken out of it."""
-    where, stored = str(folder / "config.json"), {name: (place.dtype, place.shape) for name, place in places.items()}
-    affine, said, beside = config.pop("quantization", None), None, folder / "hf_quant_config.json"
+def _quantization(folder: Path, config: dict[str, Any]) -> tuple[str, Any, Any]:
+    """What the configuration says of quantization, which is taken out of it: the file, MLX's settings, and others'."""
+    where, affine, said = str(folder / "config.json"), config.pop("quantization", None), None
+    beside = folder / "hf_quant_config.json"
     for holder in (config, config.get("text_config")):
         for key in QUANTIZATION if isinstance(holder, dict) else ():
             said = holder.pop(key, None) if said is None else said
     if said is None and beside.is_file():
         where, said = str(beside), read_json(beside).get("quantization")
         said = {"quant_method": "modelopt", **said} if isinstance(said, dict) else said
+    return where, affine, said
+
+
+def _with_schemes(where: str, affine: Any, said: Any, places: dict[str, Place]) -> tuple[dict[str, Place], bool]:
+    """Each quantized tensor as one, with its logical shape; and whether activations are meant to have 8 bits.
+
+    affine, said: MLX's and others' settings in the file `where`, None = none.
+    """
+    stored = {name: (place.dtype, place.shape) for name, place in places.items()}
     if affine is not None:  # MLX says it twice, the second time for other programs
         narrow, (found, used) = False, mlx.affine_tensors(where, affine, stored)
     elif said is not None:
