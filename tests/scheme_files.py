@@ -144,7 +144,8 @@ def fp8(height: int, width: int, name: str = "weight_scale", shape: Callable = n
         wide = np.repeat(np.repeat(scale, rows, 0), columns, 1)[:len(values), :values.shape[1]]
         codes = nearest(values / wide, E4M3)
         tensors = {"weight": Stored("f8_e4m3", codes.shape, codes.tobytes()), name: scale.reshape(shape(scale))}
-        tensors |= {"input_scale": np.array(0.5, np.float32), "k_scale": np.ones((), np.float32)} if static else {}
+        tensors |= {"input_scale": np.array(0.5, np.float32)} if static else {}
+        tensors |= dict.fromkeys(("k_scale", "v_scale"), np.ones((), np.float32)) if static else {}
         return tensors, E4M3[codes].astype(np.float32) * wide
     return write
 

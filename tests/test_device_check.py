@@ -267,6 +267,22 @@ def test_goals_are_judged_by_the_worst_figure(check):
         (0.9, "met"), (0.769, "not met"), (1.4, "not met"), (1.111, "met"), (None, "not measured")]
 
 
+@pytest.mark.skipif(not find_spec("torch"), reason="torch is not installed")
+@pytest.mark.parametrize("kind", ["llama", "qwen"])
+def test_models_that_no_file_holds_are_placed(check, kind):
+    """As the steps of whole models do it: whatever the loader asks a checkpoint, this one answers."""
+    from generated import LLAMA, QWEN, TINY, TINY_EXPERTS, Repeating, Unwritten
+    from isthmus.core.models.loader import load_model
+
+    from .emulation.composed.platform import Platform
+    config = {"llama": LLAMA | TINY, "qwen": QWEN | TINY_EXPERTS}[kind]
+    platform = Platform({"graphs": "off"})
+    manifest = platform.probe()
+    model = load_model(Unwritten(config, kind), Repeating(platform), manifest, "bf16")
+    platform.close()
+    assert model.config.layers == len(model.state_layers) == 2 and model.nbytes > 0
+
+
 def test_the_files_are_short():
     assert all(len(path.read_text().splitlines()) < 300 for path in FOLDER.glob("*.py"))
 

@@ -42,7 +42,7 @@ def folder_of(tmp_path: Path, scheme: str, changes: dict | None = None, scales: 
         if factor and "self_attn" in name:
             stem = name.removesuffix(".weight")
             tensors |= {f"{stem}.{end}": part for end, part in write(weight * np.float32(factor))[0].items()}
-            tensors |= {f"{stem}.k_scale": None} if "k_scale" in write(weight)[0] else {}  # one that says nothing
+            tensors |= {f"{stem}.{end}": None for end in ("k_scale", "v_scale") if end in write(weight)[0]}  # 1
     for layer in range(LAYERS):
         tensors |= {f"model.layers.{layer}.self_attn.{end}": part for end, part in (scales or {}).items()}
     return written(tmp_path, scheme, changes=changes, tensors=tensors)[0]
