@@ -105,8 +105,8 @@ class SchedulerSettings:
     schedule_policy: str = setting("lpm", "order of waiting requests: lpm (longest cached prefix first), fcfs, "
                                    "shortest-first, priority, fair (by tenant), deadline or dfs-weight",
                                    choices=_schedule_policies)
-    itl_target: float = setting(0.0, "milliseconds between tokens at most: prompts are computed in pieces so small that "
-                                "a step ends in time; 0 = no limit", least=0)
+    itl_target: float = setting(0.0, "milliseconds between tokens at most: prompts are computed in pieces so small "
+                                "that a step ends in time; 0 = no limit", least=0)
     overlap: bool = setting(True, "plan the next step while the device computes the current one")
     waiting_timeout: float = setting(600.0, "a request that waits longer is answered 503", unit="seconds", least=0)
     running_timeout: float = setting(3600.0, "a request that runs longer is ended", unit="seconds", least=0)

@@ -88,7 +88,8 @@ def test_yaml_keys_stand_flat_or_in_groups(tmp_path, text, group, name, value):
     ("max-n: 1\nmax_n: 2", ["c.yaml: max_n is set twice"]),
     ("port: 1\nserver: {port: 2}", ["c.yaml: port is set twice"]),
     ("platform-option: {threads: null}", ["c.yaml: platform_option: {'threads': None} is not a list of texts"]),
-    ("eviction-policy: fifo", ["c.yaml: eviction_policy: 'fifo' is not one of arc, learned, lfu, lru, priority, slru, ttl"]),
+    ("eviction-policy: fifo", ["c.yaml: eviction_policy: 'fifo' is not one of arc, learned, lfu, lru, priority, ",
+                               "slru, ttl"]),
     ("[" * 60_000, ["c.yaml is nested too deeply"]),
     ("#" * 70_000, ["c.yaml: the file has more than 65536 characters"]),
     ("max-running-requests: 1000000000", ["max_running_requests: 1000000000 is out of range"]),
@@ -122,8 +123,8 @@ def test_all_that_is_wrong_is_told_at_once(tmp_path):
     ("max_running_requests", "0", "between 1 and 8192"),
     ("page_size", "0", "at least 1"),
     ("dtype", "float23", "did you mean float32?"),
-    ("schedule_policy", "lmp", "--schedule-policy: 'lmp' is not one of deadline, dfs-weight, fair, fcfs, lpm, priority, "
-     "shortest-first; did you mean lpm?"),
+    ("schedule_policy", "lmp", "--schedule-policy: 'lmp' is not one of deadline, dfs-weight, fair, fcfs, lpm, "
+     "priority, shortest-first; did you mean lpm?"),
     ("eviction_policy", "foo", "--eviction-policy: 'foo' is not one of arc, learned, lfu, lru, priority, slru, ttl"),
     ("kv_cache_memory", "4 potatoes", "--kv-cache-memory: '4 potatoes' is not a size"),
     ("waiting_timeout", "-1", "at least 0"),
