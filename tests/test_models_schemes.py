@@ -126,6 +126,7 @@ def test_known_bytes_of_four_bit_floats(tmp_path):
 
 Q = "model.layers.0.self_attn.q_proj"
 I32, F16 = np.int32, np.float16
+CT = lambda **weights: {"config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}}}  # noqa: E731
 
 
 @pytest.mark.parametrize("scheme, changes, tensors, said", [
@@ -157,6 +158,18 @@ I32, F16 = np.int32, np.float16
     ("pack4", {"format": "marlin-24"}, {}, ["format = 'marlin-24'", "pack-quantized"]),
     ("pack4", {"sparsity_config": {"format": "sparse-24-bitmask"}}, {}, ["sparse-24-bitmask"]),
     ("pack4", {"transform_config": {"config_groups": {"R1": {}}}}, {}, ["transform_config"]),
+    *[("pack4", CT(group_size=size), {}, ["group_size = "]) for size in (0, -2, 2 ** 70, float("nan"), "x", [], 1.5)],
+    ("pack4", CT(group_size=64), {}, ["weight_scale", "groups of 64, as group_size says, not of 32"]),
+    ("pack4", CT(), {}, ["160 inputs in groups of all of them, as group_size says, not of 32"]),
+    ("pack4-act", CT(group_size=64), {}, ["groups of 64", "not of 32"]),
+    ("pack8-channel", CT(group_size=32), {}, ["groups of 32, as group_size says, not of 160"]),
+    ("ct-mxfp4", CT(group_size=16), {}, ["groups of 16", "not of 32"]),
+    ("ct-nvfp4", CT(group_size=32), {}, ["groups of 32", "not of 16"]),
+    ("awq", {"group_size": 33}, {}, ["scales", "160 inputs in groups of 33, as group_size says"]),
+    ("gptq4", {"group_size": 33}, {f"{Q}.g_idx": None}, ["160 inputs in groups of 33"]),
+    ("gptq4-act", {"group_size": 33}, {}, ["g_idx", "groups of 33 inputs, as group_size says, not of 32"]),
+    ("gptq4", {"bits": 5}, {}, ["bits = 5", "2, 3, 4 or 8"]),
+    ("gptq4", {"bits": 3}, {}, ["qweight is i32 [20, 160]", "160 inputs of 3 bits, as the configuration", "not of 4"]),
     ("pack4", {"config_groups": [1]}, {}, ["config_groups must be a mapping"]),
     ("pack4", {}, {f"{Q}.weight_shape": None}, ["no weight_shape"]),
     ("pack4", {}, {f"{Q}.weight_shape": np.array([160, 2**62])}, ["weight_shape", "4611686018427387904"]),
@@ -207,12 +220,31 @@ def test_quantization_config_must_be_a_mapping(tmp_path, value):
     ("int8", "weight_scale", Stored("bf16", (160, 1), b"\xc0\x7f" * 160)),
     ("ct-nvfp4", "weight_scale", Stored("f8_e4m3", (160, 10), b"\xff" * 1600)),
     ("ct-mxfp4", "weight_scale", np.full((160, 5), 255, np.uint8)),
+    ("ct-mxfp4", "weight_scale", np.full((160, 5), 254, np.uint8)),  # 2**127: twice that is beyond f32
+    ("ct-mxfp4", "weight_scale", np.full((160, 5), 246, np.uint8)),
+    ("int8", "weight_scale", np.full((160, 1), 2.0 ** 119, np.float32)),
 ])
 def test_scales_that_are_no_numbers_are_refused_when_they_are_read(tmp_path, scheme, end, scale):
     with open_checkpoint(written(tmp_path, scheme, tensors={f"{Q}.{end}": scale})[0]) as checkpoint:
         checkpoint.tensor("model.layers.1.self_attn.q_proj.weight")
         with pytest.raises(CheckpointError, match="q_proj.weight has scales that are no finite numbers"):
             checkpoint.tensor(f"{Q}.weight")
+
+
+def test_the_largest_scale_of_exponents_gives_finite_numbers(tmp_path):
+    scale = np.full((160, 5), 245, np.uint8)
+    with open_checkpoint(written(tmp_path, "ct-mxfp4", tensors={f"{Q}.weight_scale": scale})[0]) as checkpoint:
+        values = expand(checkpoint.tensor(f"{Q}.weight"))
+    assert np.isfinite(values).all() and np.abs(values).max() == 6 * 2.0 ** 118
+
+
+def test_groups_of_several_sizes_may_be_stated_and_a_matrix_narrower_than_one(tmp_path):
+    several = {f"group_{at}": {"targets": ["Linear"], "weights": weights} for at, weights in enumerate(
+        ({"group_size": 64}, {"group_size": None, "strategy": "channel"}, {"group_size": 32}))}
+    for scheme, groups in (("pack4", several), ("pack8-channel", several), ("pack8-channel", CT(group_size=512))):
+        with open_checkpoint(written(tmp_path / f"{scheme}{len(groups)}", scheme, changes={
+                "config_groups": groups.get("config_groups", groups)})[0]) as checkpoint:
+            assert 7 * LAYERS in checkpoint.formats().values()
 
 
 def test_patterns_of_a_configuration_are_never_run(tmp_path):

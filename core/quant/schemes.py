@@ -156,8 +156,8 @@ def _groups(module: Module, settings: Fields, width: int, ragged: bool = False) 
     size = settings.get(key, None)
     if size is not None and size != -1 and "dynamic" not in settings:  # which gives modules sizes of their own
         size = settings.integer(key)
-        if groups != -(-width // size):
-            raise module.misfit(scales, f"for {width} inputs in groups of {size}")
+        if groups != -(-width // size) or (width % size and not ragged):
+            raise module.misfit(scales, f"for {width} inputs in groups of {size}, as {key} says")
     if not groups or (width % groups and not ragged) or (size == -1 and groups != 1):
         raise module.misfit(scales, f"for groups that {width} inputs can be shared among evenly")
     return groups
@@ -165,7 +165,8 @@ def _groups(module: Module, settings: Fields, width: int, ragged: bool = False) 
 
 def _check_gptq(settings: Fields) -> None:
     settings.choice("checkpoint_format", dict.fromkeys(("gptq", "gptq_v2"), ""), "gptq")
-    settings.integer("bits", low=2, high=8)
+    if (bits := settings.integer("bits", low=2, high=8)) not in (2, 3, 4, 8):
+        raise settings.error("bits", bits, "2, 3, 4 or 8")
     if settings.flag("is_marlin_format", False):
         raise settings.error("is_marlin_format", True, "false")
 
@@ -175,7 +176,11 @@ def _gptq(module: Module, settings: Fields) -> Quantized:
     rows, height = codes.shape
     order = module.part("g_idx", "i32", axes=1) if "g_idx" in module else None
     width = order.shape[0] if order else rows * _WORD // bits
-    bits = rows * _WORD // max(width, 1)  # of this module: some files have several
+    stored = rows * _WORD // max(width, 1)
+    if stored != bits and "dynamic" not in settings:  # which gives modules bits of their own
+        raise module.misfit(codes, f"{width * bits // _WORD} words for each of {height} outputs: {width} inputs of "
+                                   f"{bits} bits, as the configuration says, not of {stored}")
+    bits = stored
     groups = _groups(module, settings, width, ragged=order is not None)
     if order is None and groups > 1 and settings.flag("desc_act", False):
         module.part("g_idx")  # raises: without it the groups would be runs of inputs
@@ -183,8 +188,18 @@ def _gptq(module: Module, settings: Fields) -> Quantized:
               module.fitting(module.part("qzeros", "i32"), (groups, -(-height * bits // _WORD)))]
     name = f"gptq{bits}" + "_v2" * (settings.get("checkpoint_format", "gptq") == "gptq_v2")
     if order and not _in_order(module, order, groups):
+        size = settings.get("group_size", None)
+        if isinstance(size, int) and size > 0 and "dynamic" not in settings:
+            _hold_size(module, order, size)
         name, beside = f"{name}_act", [*beside, order]
     return module.matrix(name, (height, width), codes, *beside)
+
+
+def _hold_size(module: Module, order: Part, size: int) -> None:
+    """Raises `CheckpointError` unless every group but the last has `size` inputs."""
+    counts = np.bincount(module.values(order))
+    if (counts[:-1] != size).any() or counts[-1] > size:
+        raise module.misfit(order, f"in groups of {size} inputs, as group_size says, not of {counts.max()}")
 
 
 def _in_order(module: Module, order: Part, groups: int) -> bool:
@@ -206,7 +221,10 @@ def _check_compressed(settings: Fields) -> None:
         raise settings.error("transform_config", settings.get("transform_config"), "empty: rotations are not computed")
     for fields in (settings, *_config_groups(settings)):
         fields.choice("format", known, "mixed-precision")
-        _check_block(Fields(fields.get("weights", {}), f"{fields.where}: weights"), "block_structure")
+        weights = Fields(fields.get("weights", {}), f"{fields.where}: weights")
+        _check_block(weights, "block_structure")
+        if weights.integer("group_size", -1, low=-1) == 0:
+            raise weights.error("group_size", 0, "null, -1, or a whole number above 0")
 
 
 def _config_groups(settings: Fields) -> list[Fields]:
@@ -234,6 +252,21 @@ def _check_quark(settings: Fields) -> None:
     whole = Fields(settings.get("global_quant_config"), f"{settings.where}: global_quant_config")
     weight = Fields(whole.get("weight"), f"{whole.where}: weight")
     weight.choice("dtype", dict.fromkeys(("fp4", "fp8_e4m3", "int8"), ""))
+
+
+def _compressed(module: Module, settings: Fields) -> Quantized:
+    """As `_scaled`, in groups of one of the sizes that the configuration states: which has which is not read."""
+    matrix = _scaled(module, settings)
+    scales, groups = matrix.beside[0], matrix.beside[0].shape[-1]
+    stated = [Fields(fields.get("weights", {}), f"{fields.where}: weights") for fields in _config_groups(settings)]
+    sizes = {fields.integer("group_size", -1, low=-1) for fields in stated}
+    width, size = matrix.shape[1], matrix.shape[1] // groups
+    whole = groups == 1 and (-1 in sizes or max(sizes, default=0) >= width)
+    blocks = matrix.format == "fp8_128"  # whose sizes are not groups'
+    if stated and not blocks and not whole and size not in sizes:
+        said = " or ".join(map(str, sorted(sizes - {-1}))) or "all of them"
+        raise module.misfit(scales, f"for {width} inputs in groups of {said}, as group_size says, not of {size}")
+    return matrix
 
 
 def _scaled(module: Module, settings: Fields) -> Quantized:
@@ -320,7 +353,7 @@ SCHEMES: dict[str, Scheme] = {
                    _check_gptq, _gptq),
     "compressed-tensors": Scheme("pack-quantized (4 and 8 bits), int-quantized, float-quantized (by tensor, row, "
                                  "group, or blocks of 128 x 128), nvfp4-pack-quantized, mxfp4-pack-quantized, "
-                                 "mxfp8-quantized", _SCALES, _check_compressed, _scaled),
+                                 "mxfp8-quantized", _SCALES, _check_compressed, _compressed),
     "fp8": Scheme("e4m3 by tensor, or by blocks of 128 x 128", _SCALES, _check_fp8, _scaled),
     "fbgemm_fp8": Scheme("e4m3 by row", _SCALES, _check_fp8, _scaled),
     "modelopt": Scheme("FP8, FP8_PER_CHANNEL_PER_TOKEN, MXFP8 and NVFP4", _SCALES, _check_modelopt, _scaled),

@@ -25,8 +25,11 @@ MAX_EXPERTS = 4096
 MAX_SCALES = 1024  # of K or V in one layer: one for each head
 QUANTIZATION = ("quantization_config", "compression_config")  # the second in early files of compressed-tensors
 _FACTORS = "rope_freqs.weight"
-_EXPONENTS = {"f64": ("<u8", 0x7ff0 << 48), "f32": ("<u4", 0x7f80 << 16), "bf16": ("<u2", 0x7f80),
-              "f16": ("<u2", 0x7c00), "f8_e4m3": ("u1", 0x7f), "f8_e8m0": ("u1", 0xff)}  # all set: not finite
+# Format of scales -> type of its bits, those of the exponent, and their least that is no scale: not finite, or 2**119,
+# whose product with the largest code, 448, is beyond f32.
+_EXPONENTS = {"f64": ("<u8", 0x7ff0 << 48, 1142 << 52), "f32": ("<u4", 0x7f80 << 16, 246 << 23),
+              "bf16": ("<u2", 0x7f80, 246 << 7), "f16": ("<u2", 0x7c00, 0x7c00), "f8_e4m3": ("u1", 0x7f, 0x7f),
+              "f8_e8m0": ("u1", 0xff, 246)}
 _FUSED = ".experts.gate_up_proj"  # [experts, 2 * width, in] as transformers 5 holds it; without ".weight"
 
 
@@ -85,9 +88,10 @@ class Checkpoint:
         for scales beside it that are no numbers."""
         raw = _raw(self._place(name))
         for part in raw.extra:
-            kind, exponent = _EXPONENTS.get(part.dtype, ("u1", 0))
-            if exponent and (part.data.view(kind) & exponent == exponent).any():
-                raise CheckpointError(f"{self.path}: {name} has scales that are no finite numbers: download it again")
+            kind, exponent, limit = _EXPONENTS.get(part.dtype, ("u1", 0, 1))
+            if exponent and (part.data.view(kind) & exponent >= limit).any():
+                raise CheckpointError(f"{self.path}: {name} has scales that are no finite numbers below 2**119: "
+                                      "download it again")
         return raw
 
     def describe(self, name: str) -> tuple[str, tuple[int, ...]]:
