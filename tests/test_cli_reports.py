@@ -266,6 +266,8 @@ def test_the_banner_says_what_it_knows():
     default = banner(INFO | {"served_name": "smollm2-135m-instruct"}, Config(), URL, 1, Words())
     assert '"model": "smollm2-135m-instruct"' in default, "the default model's name has room"
     assert '"model": "m"' in text and "cpu: the fastest found" in text
+    assert "cpu on a chip, 2 threads: the fastest" in banner(INFO | {"device": "a chip, 2 threads"}, Config(), URL, 1,
+                                                             Words())
     small = banner(INFO | {"pages": 250, "report": []}, Config(), URL, 1, Words())
     assert "; 1 request of that length at once" in small and "weights  " not in small
     assert "1.5 requests" in banner(INFO | {"pages": 375}, Config(), URL, 1, Words())

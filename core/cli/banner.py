@@ -69,6 +69,12 @@ def listens(config: Config, url: str) -> str:
     return f" (on every address, {wide}:{url.rpartition(':')[2]})" if wide else ""
 
 
+def _platform(info: Mapping[str, Any]) -> str:
+    """Which, on what, and why."""
+    device = f" on {info['device']}" if info.get("device") else ""
+    return f"{info['platform']}{device}: {info['platform_reason']}"
+
+
 def banner(info: Mapping[str, Any], config: Config, url: str, seconds: float, text: Any) -> str:
     """The lines; `info` is the engine's, `seconds` what start-up took, `text` the model's `TextService`."""
     model, context = info["served_name"], info["max_model_len"]
@@ -82,7 +88,7 @@ def banner(info: Mapping[str, Any], config: Config, url: str, seconds: float, te
     rows = [
         ("model", f"{model}, computed in {DTYPES.get(info['dtype'], info['dtype'])}"),
         *((name, note) for name, note in zip(("weights", *[""] * MAX_NOTES), notes, strict=False)),
-        *zip(("platform", *[""] * MAX_REASON), textwrap.wrap(f"{info['platform']}: {info['platform_reason']}", ROOM,
+        *zip(("platform", *[""] * MAX_REASON), textwrap.wrap(_platform(info), ROOM,
              max_lines=MAX_REASON, placeholder=" ... (`isthmus doctor` has it all)"), strict=False),
         ("memory", f"{size(info['weight_bytes'])} of weights, {size(info['kv_bytes'])} of KV cache for "
                    f"{count(tokens, 'token')}"),

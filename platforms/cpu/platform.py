@@ -80,7 +80,8 @@ class Platform:
         capability = torch.backends.cpu.get_cpu_capability()
         dtypes = ("bf16", "f32") if native_bf16() or self._runner is not None else ("f32", "bf16")
         return Manifest(
-            name="cpu", device=f"{processor_name()}, {threads} thread{'s' if threads > 1 else ''}",
+            name="cpu", device=f"{processor_name()}, {threads} thread{'s' if threads > 1 else ''}, "
+                               f"{'torch' if isinstance(kernels, str) else 'compiled'} kernels",
             interface=INTERFACE_VERSION,
             compute_dtypes=dtypes, kv_dtypes=tuple(dict.fromkeys((*dtypes, *KV_DTYPES))), formats=KEPT,
             page_sizes=(16, 1, 4, 8, 32, 64, 128), buckets=None, memory_total=total, memory_free=free,
