@@ -22,7 +22,7 @@ from .manifests import missing_features
 from .messages import FinishReason, SamplingParams, Submit, TokenOutput, pack_ids
 from .plan import Batch, Out
 from .platform import State, Step
-from .recording.recorder import Recorder, open_file
+from .recording.recorder import Recorder, check_file, open_file
 from .scheduler.admission import Limits
 from .scheduler.batch import build_batch
 from .scheduler.outputs import StepOutputs
@@ -39,7 +39,8 @@ AUDIT = 60.0                  # seconds between two proofs of the ledger of an i
 
 @dataclass(frozen=True)
 class EngineInfo:
-    """What was chosen and why, for banners, `/server_info` and the other processes. Sizes in bytes."""
+    """What was chosen and why, for banners, `/server_info` and the other processes. Sizes in bytes: of the weights as
+    all ranks have them, of K and V those of each."""
 
     model: str
     model_path: str
@@ -47,6 +48,7 @@ class EngineInfo:
     platform: str
     platform_reason: str
     platform_rank: int
+    ranks: int
     device: str
     dtype: str
     kv_dtype: str
@@ -85,6 +87,8 @@ class EngineCore:
                  loaded: startup.Loaded | None = None, recorder: Any = None):
         began = time.monotonic()
         self._publisher = _open_publisher(config, self)
+        if recorder is None:
+            check_file(config)
         loaded = loaded or startup.load(config, progress, platform)
         self.recorder = recorder or Recorder(clock, open_file(config, loaded))
         self._platform, self._manifest, self._model = loaded.platform, loaded.manifest, loaded.model
@@ -179,6 +183,10 @@ class EngineCore:
         return (f"engine: {self.steps} steps, {f'step {flight[0].step}' if flight else 'none'} in flight, "
                 f"{self.scheduler.running} running, {self.scheduler.waiting} waiting, {pool.free} of {pool.capacity} "
                 f"pages free, {pool.violations} ownership violations; {self.recorder.tail()}")
+
+    def save(self) -> None:
+        """Hand what is recorded to the system, as the process may end. Any thread may ask."""
+        self.recorder.flush()
 
     def close(self) -> None:
         """Let the device go."""
@@ -378,6 +386,7 @@ def _info(config: Config, loaded: startup.Loaded, seconds: float) -> EngineInfo:
         model=model.config.name, model_path=str(loaded.path),
         served_name=config.model.served_model_name or model.config.name,
         platform=manifest.name, platform_reason=loaded.reason, platform_rank=manifest.rank, device=manifest.device,
+        ranks=config.parallel.tensor_parallel_size,
         dtype=loaded.dtype, kv_dtype=sizes.state.dtype, page_size=sizes.page_size, pages=sizes.pages - 1,
         max_model_len=sizes.max_model_len, vocab_size=model.config.vocab_size, max_running=sizes.max_running,
         kv_bytes=sizes.pages * sizes.state.page_bytes(), weight_bytes=model.nbytes,

@@ -64,12 +64,23 @@ def load(config: Config, progress: Progress | None = None, platform: Any = None)
     platform: an object that was not probed yet, in place of the one that the settings name.
     """
     tell = progress or (lambda stage, done, total: None)
+    if config.parallel.tensor_parallel_size > 1:
+        _check_ranks(config, tell)
     platform, manifest, reason = claim_platform(config, platform)
     try:
         return _load_on(platform, manifest, reason, config, tell)
     except BaseException:
         getattr(platform, "close", lambda: None)()
         raise
+
+
+def _check_ranks(config: Config, tell: Progress) -> None:
+    """Raises `CheckpointError` where the model cannot be shared so, before processes are started for it."""
+    world, path = config.parallel.tensor_parallel_size, Path(resolve_model(config.model.model, config.model.revision,
+                                                                           tell))
+    with named(path), open_checkpoint(path) as checkpoint:
+        settings = read_config(checkpoint)[1]
+        (settings.experts_apart(world) if config.parallel.expert_parallel else settings).per_rank(world)
 
 
 def _load_on(platform: Any, manifest: Manifest, reason: str, config: Config, tell: Progress) -> Loaded:

@@ -268,6 +268,9 @@ def test_the_banner_says_what_it_knows():
     assert '"model": "m"' in text and "cpu: the fastest found" in text
     assert "cpu on a chip, 2 threads: the fastest" in banner(INFO | {"device": "a chip, 2 threads"}, Config(), URL, 1,
                                                              Words())
+    ranks = banner(INFO | {"ranks": 3}, Config(), URL, 1, Words())
+    assert all(words in ranks for words in ("cpu, 3 ranks: the fastest", "weights among 3 ranks, ", "KV cache in each for"))
+    assert "ranks" not in banner(INFO | {"ranks": 1}, Config(), URL, 1, Words())
     small = banner(INFO | {"pages": 250, "report": []}, Config(), URL, 1, Words())
     assert "; 1 request of that length at once" in small and "weights  " not in small
     assert "1.5 requests" in banner(INFO | {"pages": 375}, Config(), URL, 1, Words())

@@ -137,6 +137,18 @@ def test_what_ranks_cannot_share_is_named_with_its_number(kind, change, world, w
     assert every.per_rank(2).sparse.width == 24, "no layer uses the dense width"
 
 
+@pytest.mark.parametrize("heads, kv_heads, width, words", [
+    (9, 3, 1536, "attention heads, 9, cannot be shared evenly; 3 would do"),
+    (12, 6, 96, "attention heads, 12, cannot be shared evenly; 2, 3 or 6 would do"),
+    (8, 4, 96, "attention heads, 8, cannot be shared evenly; 2 or 4 would do"),
+    (7, 1, 96, "attention heads, 7, cannot be shared evenly; leave it out: no number of ranks can share this model")])
+def test_which_numbers_of_ranks_would_do(heads, kv_heads, width, words):
+    config = parse(LLAMA | {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": 16,
+                            "intermediate_size": width})
+    with pytest.raises(CheckpointError, match=f"--tensor-parallel-size 5: {words}$"):
+        config.per_rank(5)
+
+
 def test_biases_and_norms_by_type():
     flags = {name: (c.qkv_bias, c.o_bias, c.qk_norm) for name, c in
              ((name, parse(SPARSE | DEEPSEEK | {"model_type": name, "attention_bias": True}))

@@ -11,6 +11,7 @@ import sys
 import numpy as np
 import psutil
 import pytest
+from isthmus.core import startup
 from isthmus.core.config import (
     CacheSettings,
     Config,
@@ -20,9 +21,10 @@ from isthmus.core.config import (
     SchedulerSettings,
 )
 from isthmus.core.engine import EngineCore
-from isthmus.core.errors import EngineDead
+from isthmus.core.errors import CheckpointError, EngineDead
 from isthmus.core.messages import SamplingParams, Submit, pack_ids
 from isthmus.core.plan import Batch, Bias, Mask, Penalties, Sampling
+from isthmus.core.platform import Unavailable
 from isthmus.core.processes.ranks import RENDEZVOUS, pack, unpack
 from isthmus.core.processes.three import ProcessClient
 
@@ -145,9 +147,18 @@ def test_ranks_that_do_not_come_are_named(tmp_path):
         assert words in done.stderr
 
 
-def test_ranks_that_do_not_divide_the_model_are_refused(model):
-    with pytest.raises(Exception, match="--tensor-parallel-size 3: .* cannot be shared evenly"):
+def test_ranks_that_do_not_divide_the_model_are_refused_before_any_is_started(model, monkeypatch):
+    monkeypatch.setattr(startup, "claim_platform", lambda *_: pytest.fail("the platform was asked"))
+    with pytest.raises(CheckpointError, match="--tensor-parallel-size 3: .* cannot be shared evenly; 2 would do"):
         engine(model, 3)
+
+
+@pytest.mark.parametrize("platform", ["null", "reference"])
+def test_a_platform_of_one_process_takes_no_ranks(model, platform):
+    config = Config(model=ModelSettings(model=str(model)), platform=PlatformSettings(platform=platform),
+                    parallel=ParallelSettings(tensor_parallel_size=2))
+    with pytest.raises(Unavailable, match="runs in a single process; 2 ranks were asked for"):
+        EngineCore(config)
 
 
 def test_a_batch_on_the_wire_is_the_batch():

@@ -72,7 +72,15 @@ def listens(config: Config, url: str) -> str:
 def _platform(info: Mapping[str, Any]) -> str:
     """Which, on what, and why."""
     device = f" on {info['device']}" if info.get("device") else ""
-    return f"{info['platform']}{device}: {info['platform_reason']}"
+    ranks = f", {info['ranks']} ranks" if info.get("ranks", 1) > 1 else ""
+    return f"{info['platform']}{device}{ranks}: {info['platform_reason']}"
+
+
+def _memory(info: Mapping[str, Any], tokens: int) -> str:
+    """Of the weights as all ranks have them, of K and V what each has."""
+    among, each = (f" among {info['ranks']} ranks", " in each") if info.get("ranks", 1) > 1 else ("", "")
+    return (f"{size(info['weight_bytes'])} of weights{among}, {size(info['kv_bytes'])} of KV cache{each} for "
+            f"{count(tokens, 'token')}")
 
 
 def banner(info: Mapping[str, Any], config: Config, url: str, seconds: float, text: Any) -> str:
@@ -90,8 +98,7 @@ def banner(info: Mapping[str, Any], config: Config, url: str, seconds: float, te
         *((name, note) for name, note in zip(("weights", *[""] * MAX_NOTES), notes, strict=False)),
         *zip(("platform", *[""] * MAX_REASON), textwrap.wrap(_platform(info), ROOM,
              max_lines=MAX_REASON, placeholder=" ... (`isthmus doctor` has it all)"), strict=False),
-        ("memory", f"{size(info['weight_bytes'])} of weights, {size(info['kv_bytes'])} of KV cache for "
-                   f"{count(tokens, 'token')}"),
+        ("memory", _memory(info, tokens)),
         ("context", f"{context} tokens; {count(at_once, 'request')} of that length at once, at most "
                     f"{info['max_running']} of any length"),
         *([("sampling", f"{advice} as the model's makers advise, unless a request sets any")] if advice else []),

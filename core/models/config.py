@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from math import gcd
 from typing import Any
 
 from ..errors import CheckpointError
@@ -113,7 +114,7 @@ class ModelConfig:
     def per_rank(self, world: int) -> ModelConfig:
         """The view of one of `world` ranks of tensor parallelism: its share of the heads and of the feed-forward.
 
-        Raises `CheckpointError` when something does not divide.
+        Raises `CheckpointError` with the numbers that would do when something does not divide.
         """
         sparse = self.sparse
         shared = [("attention heads", self.heads), ("key and value heads", self.kv_heads)]
@@ -124,7 +125,8 @@ class ModelConfig:
             shared.append(("the shared expert's width", sparse.shared))
         for what, count in shared:
             if count % world:
-                raise CheckpointError(f"--tensor-parallel-size {world}: {what}, {count}, cannot be shared evenly")
+                raise CheckpointError(f"--tensor-parallel-size {world}: {what}, {count}, cannot be shared evenly; "
+                                      f"{_shares(gcd(*(count for _, count in shared)))}")
         if sparse is not None:
             width = sparse.width if sparse.apart else sparse.width // world
             sparse = replace(sparse, width=width, shared=sparse.shared // world)
@@ -135,6 +137,14 @@ class ModelConfig:
     def state_layers(self) -> tuple[LayerState, ...]:
         """The cache that each layer needs."""
         return (LayerState(self.kv_heads, self.head_dim),) * self.layers
+
+
+def _shares(common: int) -> str:
+    """Which numbers of ranks divide `common`, for a message."""
+    able = [str(ranks) for ranks in range(2, common + 1) if common % ranks == 0]
+    if not able:
+        return "leave it out: no number of ranks can share this model"
+    return f"{' or '.join((', '.join(able[:-1]), able[-1]) if able[1:] else able)} would do"
 
 
 def parse_config(config: Mapping[str, Any], family: Family, name: str = "") -> ModelConfig:

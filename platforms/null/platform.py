@@ -85,6 +85,8 @@ class Platform:
         self._worker = ThreadPoolExecutor(1, "null-device")
 
     def probe(self, rank: int = 0, world: int = 1) -> Manifest:
+        if world != 1:
+            raise Unavailable(f"the null platform runs in a single process; {world} ranks were asked for")
         return Manifest(name="null", device="no device", interface=INTERFACE_VERSION, compute_dtypes=("f32", "bf16"),
                         kv_dtypes=("bf16", "f32"), formats=(), page_sizes=(16, 1, 2, 4, 8, 32, 64, 128), buckets=None,
                         memory_total=2**34, memory_free=2**34, determinism="T0", rank=-1,
