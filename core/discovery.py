@@ -131,6 +131,16 @@ def load_platform(name: str, options: Mapping[str, str] | None = None) -> Any:
         return candidate(dict(options or {}))
 
 
+def reason_against(name: str) -> str | None:
+    """Why the platform cannot run here, as far as that is known without a library of its own: the answer of the
+    `driver.py` in its folder, where it has one. None = it is worth a try."""
+    found = list_platforms().get(name)
+    if found is None or found.entry is not None or not (platform_root() / name / "driver.py").is_file():
+        return None
+    driver = importlib.import_module(f"{__package__.rpartition('.')[0]}.platforms.{name}.driver")
+    return driver.reason_against()
+
+
 def probe(name: str, platform: Any, rank: int = 0, world: int = 1) -> Manifest:
     """A platform's manifest, with every field of its type, and texts of one line. Raises what the platform raises, and
     `RegistrationError` for its mistakes."""

@@ -53,6 +53,7 @@ class Claim(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     pip installs it with, "" = nothing more.  expands: formats that it does not keep are expanded at load.
     ops:   op -> limits for people, "" = none.  lacks: op or feature -> why it has none; every op and feature is in one
     of `ops`, `features` and `lacks`, words of `LATER` excepted.
+    options: name -> the values that it takes, () = any that the platform itself understands; None = not said.
     ci:    how it is tested.
     """
 
@@ -73,6 +74,7 @@ class Claim(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_ranks: int = 1
     rank: int = 0
     lacks: dict[str, str] = {}
+    options: dict[str, tuple[str, ...]] | None = None
     ci: tuple[Job, ...] = ()
 
 

@@ -241,13 +241,18 @@ def resolve(flags: Mapping[str, Any], environment: Mapping[str, str] | None = No
 
 
 def check_platform(resolved: Resolved) -> None:
-    """Raise `ConfigError` when the platform that was asked for is not there. Imports no platform."""
+    """Raise `ConfigError` when the platform that was asked for is not there, or has no such options. Imports no
+    platform."""
     from .discovery import list_platforms
+    from .platform_options import check_options, platforms_for
     name, origin = resolved.config.platform.platform, resolved.origin["platform"]
     if name != "auto" and name not in (found := sorted(list_platforms())):
         source = "" if origin == "command line" else f" ({origin})"
-        raise ConfigError(f"--platform {name}{source}: no such platform is installed{suggest(name, found)}; there are: "
+        for_it = platforms_for(name)
+        hint = f"; for that there is {' or '.join(for_it)}" if for_it else suggest(name, found)
+        raise ConfigError(f"--platform {name}{source}: no such platform is installed{hint}; there are: "
                           f"{', '.join(found)} (`isthmus doctor` says which can run here)")
+    check_options(name, resolved.config.platform.platform_option)
 
 
 def value_of(config: Config, setting: Setting) -> Any:

@@ -17,6 +17,7 @@ from .errors import CheckpointError, ConfigError
 from .models.config import ModelConfig
 from .models.loader import LoadedModel, load_model, read_config
 from .platform import Manifest
+from .platform_options import platform_options
 from .specs import StateSpec
 from .weights.checkpoint import open_checkpoint
 from .weights.sources import recommended_sampling, resolve_model
@@ -150,14 +151,6 @@ def load_rank(config: Config, rank: int, world: int) -> tuple[Any, LoadedModel]:
         return platform, load_model(checkpoint, platform, manifest, compute_dtype(config, manifest),
                                     config.model.strict, None, choose_page_size(config, manifest), world,
                                     config.parallel.expert_parallel)
-
-
-def platform_options(pairs: tuple[str, ...]) -> dict[str, str]:
-    """("threads=8",) -> {"threads": "8"}."""
-    bad = [p for p in pairs if "=" not in p]
-    if bad:
-        raise ConfigError(f"--platform-option {bad[0]!r} is not of the form key=value, such as threads=8")
-    return dict(p.split("=", 1) for p in pairs)
 
 
 def compute_dtype(config: Config, manifest: Manifest) -> str:

@@ -13,7 +13,9 @@ import time
 from types import SimpleNamespace
 
 import pytest
+from isthmus.core import discovery
 from isthmus.core.cli import serve
+from isthmus.core.cli.main import main
 from isthmus.core.cli.serve import NEXT_PORTS, Gate, listen
 from isthmus.core.errors import ConfigError
 from starlette.testclient import TestClient
@@ -29,6 +31,21 @@ COST = 40  # seconds
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
     return str(tiny_llama_gguf(tmp_path_factory.mktemp("tiny") / "tiny.gguf"))
+
+
+def test_without_a_driver_that_is_said_before_the_port_is_tried(monkeypatch, capsys):
+    monkeypatch.setattr(serve, "listen", lambda *_: pytest.fail("the port was tried"))
+    monkeypatch.setattr(discovery, "reason_against", lambda name: f"no driver of {name}")
+    assert main(["serve", "--platform=cuda"]) == 2
+    assert capsys.readouterr().err == "isthmus: platform 'cuda': no driver of cuda\n"
+
+
+@pytest.mark.parametrize("option, words", [("graphs=banana", "one of background, first"), ("=x", "form key=value")])
+def test_a_bad_platform_option_is_refused_before_anything_else(option, words, monkeypatch, capsys):
+    monkeypatch.setattr(serve, "run", lambda *_: pytest.fail("the command was run"))
+    assert main(["serve", "--platform=cuda", "--platform-option", option]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"isthmus: --platform-option '{option}'") and words in error and error.count("\n") == 1
 
 
 def test_a_port_in_use_names_the_next_free_one():

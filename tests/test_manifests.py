@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 import re
 import sys
@@ -19,6 +20,7 @@ from isthmus.core.discovery import Found
 from isthmus.core.errors import RequestError
 from isthmus.core.messages import SamplingParams, Submit, pack_ids
 from isthmus.core.platform import FEATURES, Manifest, Unavailable
+from isthmus.core.platform_options import platforms_for
 from isthmus.core.processes.in_process import InProcessClient
 from isthmus.core.quant.formats import FORMATS
 from isthmus.core.registry import RegistrationError
@@ -103,6 +105,47 @@ def test_every_platform_of_the_tree_has_a_file_that_is_right(name):
     assert set(claim.formats) <= set(FORMATS)
     assert set(claim.compute_dtypes) <= {"f64", "f32", "f16", "bf16"} and set(claim.kv_dtypes) <= set(KV_FORMATS)
     assert bool(claim.library) == bool(claim.requires)
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_options_of_the_file_are_those_of_the_code(name):
+    """The platform refuses a name that no file has, and says which it has; and takes each value of the file's."""
+    known = manifests.read_claim(discovery.list_platforms()[name]).options
+    if (discovery.platform_root() / name / "driver.py").is_file():  # a device is needed to probe it
+        pytest.importorskip("torch")
+        runtime = importlib.import_module(f"isthmus.platforms.{name}.runtime")
+        words = {kind.options_known for kind in vars(runtime).values()
+                 if isinstance(kind, type) and kind.__module__ == runtime.__name__ and hasattr(kind, "options_known")}
+        assert words == {tuple(known)}
+        return
+    try:
+        discovery.load_platform(name, {"qqq": "1"}).probe()
+    except Unavailable as error:
+        if "qqq" not in str(error):
+            pytest.skip(f"unavailable: {error}")
+        assert str(error).endswith(f"no option qqq; it has {', '.join(known) if known else 'none'}")
+    else:
+        pytest.fail("it takes any option")
+
+
+def test_values_of_the_file_are_those_of_the_accelerators():
+    pytest.importorskip("torch")
+    from isthmus.platforms.accelerator.base import MODES
+    from isthmus.platforms.cuda.flashinfer_library import MODES as FLASHINFER
+    from isthmus.platforms.cuda.runtime import ACTIVATIONS
+    from isthmus.platforms.npu.runtime import CHOICES
+    from isthmus.platforms.xpu.runtime import SWITCHES
+    graphs, of = {"graphs": MODES}, discovery.list_platforms()
+    assert {name: manifests.read_claim(of[name]).options for name in ("cuda", "rocm", "xpu", "npu")} == {
+        "cuda": graphs | {"activations": tuple(ACTIVATIONS), "flashinfer": FLASHINFER},
+        "rocm": graphs | {"activations": tuple(ACTIVATIONS)},
+        "xpu": graphs | {"operators": SWITCHES, "triton": SWITCHES}, "npu": graphs | CHOICES}
+
+
+@pytest.mark.parametrize("word, names", [("nvidia", ["cuda"]), ("AMD", ["rocm"]), ("intel", ["xpu"]), ("tpu", ["tpu"]),
+                                         ("gpu", ["cuda", "mlx", "rocm", "xpu"]), ("(", []), ("", [])])
+def test_a_platform_is_found_by_its_devices(word, names):
+    assert [name for name in platforms_for(word) if name in FOLDERS] == names
 
 
 def test_reading_imports_no_platform(outside):

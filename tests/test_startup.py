@@ -7,8 +7,9 @@ import pytest
 from isthmus.core.config import CacheSettings, Config, ModelSettings, SchedulerSettings
 from isthmus.core.errors import ConfigError
 from isthmus.core.platform import Buckets, LayerState, Manifest
+from isthmus.core.platform_options import check_options, platform_options
 from isthmus.core.specs import KV_FORMATS, StateSpec
-from isthmus.core.startup import KV_DTYPES, compute_dtype, fit_memory, platform_options
+from isthmus.core.startup import KV_DTYPES, compute_dtype, fit_memory
 
 MIB = 2**20
 MODEL = SimpleNamespace(name="tiny", max_position=4096, state_layers=(LayerState(4, 64),) * 2)
@@ -108,5 +109,19 @@ def test_dtype_and_options():
     with pytest.raises(ConfigError, match="float32: acme computes in bf16"):
         compute_dtype(Config(model=ModelSettings(dtype="float32")), manifest(compute_dtypes=("bf16",)))
     assert platform_options(("threads=8", "a=b=c")) == {"threads": "8", "a": "b=c"}
-    with pytest.raises(ConfigError, match="'threads' is not of the form key=value"):
-        platform_options(("threads",))
+    for pair in ("threads", "=x", " =x", "=", ""):
+        with pytest.raises(ConfigError, match=f"--platform-option '{pair}' is not of the form key=value"):
+            platform_options((pair,))
+
+
+@pytest.mark.parametrize("name, pair, words", [
+    ("cpu", "graphs=banana", "graphs=banana'?: the cpu platform has no option graphs; it has threads, kernels"),
+    ("cpu", "theads=2", "no option theads; did you mean threads"),
+    ("reference", "threads=2", "the reference platform has no option threads; it has none"),
+    ("cuda", "graphs=banana", "graphs=banana'?: one of background, first, second, off is needed"),
+    ("auto", "=2", "is not of the form key=value"), ("not there", "=2", "is not of the form key=value")])
+def test_an_option_that_the_platforms_file_does_not_have_is_refused_without_it(name, pair, words):
+    with pytest.raises(ConfigError, match=words):
+        check_options(name, (pair,))
+    check_options("cpu", ("threads=many", "kernels=torch"))  # what a number is, the platform says
+    check_options("auto", ("anything=x",))

@@ -29,7 +29,7 @@ def run(arguments: argparse.Namespace, resolved: Resolved) -> int:
     from ...conformance import all_cases
     from ...conformance.apart import Order, run_apart
     from ...conformance.terminal import list_cases
-    from ..startup import platform_options
+    from ..platform_options import platform_options
     _check(arguments)
     try:
         cases = all_cases(arguments.only)

@@ -97,7 +97,7 @@ def _memory() -> dict[str, int]:
 def _platforms(settings: PlatformSettings) -> dict[str, Any]:
     """Every platform's manifest in short, or its reason; the one asked for; and the one that would be taken."""
     from ..discovery import probe_all
-    from ..startup import platform_options
+    from ..platform_options import platform_options
     asked = None if settings.platform == "auto" else settings.platform
     options = platform_options(settings.platform_option)
     try:

@@ -49,6 +49,7 @@ def run(arguments: argparse.Namespace, resolved: Resolved) -> int:
     if config.cache.cache_isolation == "key" and config.server.api_key is None:
         raise ConfigError("--cache-isolation key keeps the holders of different API keys apart, but no key is set: set "
                           "ISTHMUS_API_KEY to one for each, separated by commas")
+    check_driver(config.platform.platform)
     listener = listen(config.server.host, config.server.port)
     if warning := open_to_others(config, listener.getsockname()[0]):
         announce(f"isthmus: {warning}", logging.WARNING)
@@ -61,6 +62,14 @@ def run(arguments: argparse.Namespace, resolved: Resolved) -> int:
     if code == 0:
         announce("isthmus: stopped")
     return code
+
+
+def check_driver(platform: str) -> None:
+    """Raises `Unavailable` for want of a driver: whoever has no device needs no port."""
+    from ..discovery import reason_against  # imports numpy, which --help can do without
+    from ..platform import Unavailable
+    if (reason := reason_against(platform)) is not None:
+        raise Unavailable(f"platform {platform!r}: {reason}")
 
 
 def listen(host: str, port: int) -> socket.socket:
