@@ -1,7 +1,10 @@
 """Files that a user or a model named."""
 from __future__ import annotations
 
+import os
+import stat
 from pathlib import Path
+from typing import BinaryIO
 
 from .errors import ConfigError
 
@@ -20,6 +23,51 @@ def is_there(path: Path) -> bool:
         return path.exists()
     except OSError:
         return False
+
+
+def kind_of(mode: int) -> str:
+    """What a file of that mode is, for people."""
+    kinds = ((stat.S_ISREG, "a regular file"), (stat.S_ISDIR, "a folder"), (stat.S_ISLNK, "a symbolic link"),
+             (stat.S_ISFIFO, "a named pipe"), (stat.S_ISSOCK, "a socket"))
+    return next((words for test, words in kinds if test(mode)), "a device")
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a regular file to read its bytes. A pipe is not waited for, and a device is not read.
+
+    Raises `OSError` for one that is missing or unreadable, `ValueError` with words for people for anything else.
+    """
+    _refuse_others(os.stat(path).st_mode)  # to open some devices is to use them
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    try:
+        _refuse_others(os.fstat(descriptor).st_mode)
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def _refuse_others(mode: int) -> None:
+    if not stat.S_ISREG(mode):
+        raise ValueError(f"it is {kind_of(mode)}, no regular file")
+
+
+def check_written(path: Path, option: str) -> Path:
+    """The path of a file that is to be written, which `option` names.
+
+    Raises `ConfigError` for what is no place for one: a folder, a device, a pipe, a missing folder.
+    """
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        if path.absolute().parent.is_dir():
+            return path
+        raise ConfigError(f"{option} {path}: there is no such folder") from None
+    except OSError as error:
+        raise ConfigError(f"{option} {path}: {(error.strerror or str(error)).lower()}") from None
+    if not stat.S_ISREG(mode):
+        raise ConfigError(f"{option} {path} is {kind_of(mode)}: name a file")
+    return path
 
 
 def read_text(path: Path, limit: int) -> str:

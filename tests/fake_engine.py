@@ -104,5 +104,8 @@ class FakeEngine:
     def report(self):
         return f"fake: {len(self.running)} running, after step {self.steps}"
 
+    def save(self):
+        """Nothing is recorded."""
+
     def close(self):
         self.closed = True

@@ -4,9 +4,12 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import signal
 import stat
 import subprocess
 import sys
+import zlib
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,14 +26,17 @@ from isthmus.core.engine import EngineCore
 from isthmus.core.errors import ConfigError
 from isthmus.core.messages import SamplingParams, Submit, pack_ids
 from isthmus.core.plan import StepResult
-from isthmus.core.recording.entries import Now, Planned, Result, Submitted, pack_result, unpack_result
-from isthmus.core.recording.file import FRAME, MAGIC, Recording, RecordingError, RecordingFile
+from isthmus.core.recording.entries import Commanded, Now, Planned, Result, Submitted, pack_result, unpack_result
+from isthmus.core.recording.file import CHECK, HEAD, LENGTHS, MAGIC, Recording, RecordingError, RecordingFile
 from isthmus.core.recording.recorder import TAIL
 from isthmus.core.recording.rerun import against, bisect, rerun
 from isthmus.core.scheduler.policy import POLICIES
 from isthmus.core.scheduler.scheduler import Scheduler
 from isthmus.platforms.null.platform import Platform as Null
 
+from .checkpoints import tiny_llama_gguf
+from .effort import SOON
+from .serving import Serving
 from .tiny import tiny_model
 
 COST = 60  # seconds
@@ -236,6 +242,34 @@ def test_earlier_recordings_are_kept_and_only_so_many(tmp_path):
         make(tmp_path / "none" / "a")
 
 
+def test_only_regular_files_are_moved(tmp_path):
+    """A folder, a device, a pipe or a link is left where it is, also under the names of earlier recordings."""
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to(tmp_path / "folder")
+    (tmp_path / "gone").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "file.1").mkdir()
+    before = sorted(p.name for p in tmp_path.iterdir())
+    for name, words in (("folder", "folder is a folder"), ("pipe", "pipe is a named pipe"),
+                        ("link", "link is a symbolic link"), ("gone", "gone is a symbolic link"),
+                        ("file", "file.1, a name of earlier recordings, is a folder"),
+                        ("file/x", "not a directory"), ("", "is a folder"), ("..", "is a folder")):
+        with pytest.raises(ConfigError, match=f"--record .*{words}"):
+            RecordingFile(tmp_path / name, "header", 10**6)
+        with pytest.raises(ConfigError, match=f"--record .*{words}"):
+            make(tmp_path / name)
+    with pytest.raises(ConfigError, match="--record /dev/null is a device"):
+        RecordingFile(Path("/dev/null"), "header", 10**6)
+    assert sorted(p.name for p in tmp_path.iterdir()) == before and stat.S_ISCHR(os.stat("/dev/null").st_mode)
+
+
+def test_what_is_no_place_for_a_recording_is_told_before_the_model_loads(monkeypatch, tmp_path):
+    monkeypatch.setattr("isthmus.core.startup.load", lambda *_: pytest.fail("it loads"))
+    with pytest.raises(ConfigError, match="is a folder"):
+        make(tmp_path)
+
+
 def test_what_is_cut_off_is_told_and_what_is_broken_is_refused(tmp_path):
     record(tmp_path / "a")
     data = (tmp_path / "a").read_bytes()
@@ -247,19 +281,66 @@ def test_what_is_cut_off_is_told_and_what_is_broken_is_refused(tmp_path):
     (tmp_path / "b").write_bytes(data[:first + 90])
     outcome = rerun(tmp_path / "b")
     assert outcome.cut and not outcome.broken and outcome.stats is None, "within the warm-up"
-    for at in (len(data) // 2, len(MAGIC) + FRAME.size + 3):
+    for at in (len(data) // 2, len(MAGIC) + HEAD + 3):
         bad = bytearray(data)
         bad[at] ^= 1
         (tmp_path / "c").write_bytes(bad)
-        with pytest.raises(RecordingError, match="is broken before byte"):
+        with pytest.raises(RecordingError, match="is broken at byte"):
             rerun(tmp_path / "c")
-    (tmp_path / "d").write_bytes(data[:len(MAGIC)] + FRAME.pack(2**31, 0))
+    huge = LENGTHS.pack(2**31, 0)
+    (tmp_path / "d").write_bytes(data[:len(MAGIC)] + huge + CHECK.pack(zlib.crc32(huge)))
     with pytest.raises(RecordingError, match="2147483648 bytes"):
         rerun(tmp_path / "d")
     for content in (b"", b"something else", data[:len(MAGIC) + 4]):
         (tmp_path / "e").write_bytes(content)
         with pytest.raises(RecordingError):
             rerun(tmp_path / "e")
+    (tmp_path / "e").write_bytes(data.replace(MAGIC, b"isthmus recording 1\n"))
+    with pytest.raises(RecordingError, match="of form 1; this version of Isthmus reads form 2"):
+        rerun(tmp_path / "e")
+
+
+def test_no_flipped_bit_passes(tmp_path):
+    """Wherever it is: in a payload, a checksum, or a length, which would look as if the process had ended there."""
+    file = RecordingFile(tmp_path / "a", "no header", 10**6)
+    for i in range(3):
+        file.write([Commanded("ping", {"n": float(i)})])
+    file.close()
+    data = (tmp_path / "a").read_bytes()
+
+    def read(content: bytes) -> list:
+        (tmp_path / "b").write_bytes(content)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Recording, "_decode", lambda self, data, kind, decoder=None: [data])
+            with Recording(tmp_path / "b") as recording:
+                return [*recording.entries(), recording.cut]
+    assert len(read(data)) == 4 and not read(data)[-1]
+    for bit in range(8 * len(data)):
+        bad = bytearray(data)
+        bad[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(RecordingError, match="is broken at byte" if bit >= 8 * len(MAGIC) else "recording"):
+            read(bytes(bad))
+    starts = [i for i in range(len(data)) if data[i + HEAD:].startswith(b"\x91")]
+    for size in range(starts[-1] + 1, len(data)):
+        assert read(data[:size])[-1], "the last frame is cut off"
+
+
+def test_pipes_and_devices_are_no_recordings(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for path, words in ((tmp_path / "pipe", "a named pipe"), (tmp_path, "a folder"), (Path("/dev/null"), "a device")):
+        with pytest.raises(RecordingError, match=f"it is {words}, no regular file"):
+            rerun(path)
+
+
+def test_what_an_idle_engine_did_is_in_the_file(tmp_path):
+    """Nothing is held back once there is nothing to do, and what another thread writes is whole."""
+    engine = make(tmp_path / "a")
+    load(engine)
+    engine.save()
+    outcome = rerun(tmp_path / "a")
+    assert not outcome.cut and outcome.stats["running"] == 0
+    assert outcome.stats["generated_tokens"] == engine.stats()["generated_tokens"]
+    engine.close()
 
 
 def test_the_tail_is_bounded_and_shows_nothing_private():
@@ -292,3 +373,29 @@ def test_the_command_tells_what_it_found(tmp_path, monkeypatch):
     done = ask(tmp_path / "missing")
     assert done.returncode == 2 and "no such file" in done.stderr
     assert ask(tmp_path / "a", "--bisect", "--verify").returncode == 2
+
+
+@pytest.mark.parametrize("form", ["three processes", "one process"])
+def test_a_server_that_is_stopped_leaves_a_complete_recording(tmp_path, form):
+    """SIGTERM as soon as the last answer is there."""
+    words = [str(tiny_llama_gguf(tmp_path / "tiny.gguf")), "--record", str(tmp_path / "a")]
+    words += ["--in-process"] if form == "one process" else []
+    with Serving(*words, temporary=tmp_path, delay_ms=1) as server:
+        for _ in range(3):
+            answer = server.ask("POST", "/v1/completions", {"prompt": [5, 6, 7], "max_tokens": 100, "ignore_eos": True})
+            assert json.loads(answer.read())["usage"]["completion_tokens"] == 100
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(SOON) == 0
+    outcome = rerun(tmp_path / "a")
+    assert not outcome.broken and not outcome.cut
+    assert outcome.stats["generated_tokens"] == 300 and outcome.stats["running"] == 0
+
+
+def test_a_server_leaves_what_is_no_regular_file_alone(tmp_path):
+    (tmp_path / "data").mkdir()
+    model = str(tiny_llama_gguf(tmp_path / "tiny.gguf"))
+    done = subprocess.run([sys.executable, "-m", "isthmus", "serve", model, "--platform", "null", "--port", "0",
+                           "--record", str(tmp_path / "data")], capture_output=True, text=True, timeout=SOON)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert f"--record {tmp_path / 'data'} is a folder" in done.stderr.splitlines()[-1]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["data", "tiny.gguf"]

@@ -98,7 +98,8 @@ class InProcessClient(EngineClient):
     def _feed(self, state: SchedulerState) -> None:
         """Until `None` arrives: take messages, then make a step. Blocks when there is nothing to do."""
         while True:
-            wait = not state.engine.has_work
+            if wait := not state.engine.has_work:
+                state.engine.save()
             for _ in range(BATCH):
                 try:
                     message = self._inbox.get(block=wait)

@@ -93,11 +93,12 @@ def serve(start: Start, context: zmq.Context, outbox: zmq.Socket, report: Report
     inbox = read_socket(context, start.directory, "scheduler")
     send = lambda message: outbox.send(encode(message))  # noqa: E731
     engine = make_engine(resolve(start.engine) if start.engine else None, start.config, send)
-    report.tail = engine.report
+    report.tail, report.save = engine.report, engine.save
     send(ready(engine))
     state = SchedulerState(engine, send)
     while True:
         if not engine.has_work:
+            engine.save()
             inbox.poll()
         for _ in range(BATCH):
             try:

@@ -88,10 +88,12 @@ def describe(error: BaseException) -> str:
 
 
 class Report:
-    """What a worker logs when it is asked where it is. tail: more words, from its body."""
+    """What a worker logs when it is asked where it is. tail: more words; save: what it does before it leaves. Both are
+    from its body and called by other threads."""
 
     def __init__(self) -> None:
         self.tail: Callable[[], str] = str
+        self.save: Callable[[], None] = bool
 
     def __call__(self) -> None:
         log.error("%s", "\n".join(filter(None, [self.tail(), stacks()])))
@@ -105,11 +107,11 @@ def stacks() -> str:
     return "\n".join(parts)
 
 
-def start_worker(report: Callable[[], None] | None = None) -> Start:
+def start_worker(report: Report) -> Start:
     """Read `Start` from standard input and tie this process's life to its parent's.
 
     The parent alone decides when a worker ends, by closing the pipe: signals that a terminal or a service manager sends
-    to the whole group are ignored. A worker holds nothing worth saving, so it leaves at once. What else comes on the
+    to the whole group are ignored. A worker saves what its report says and leaves at once. What else comes on the
     pipe asks for a `report`; SIGUSR1 prints stacks even when a native call holds Python's lock.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -125,14 +127,21 @@ def start_worker(report: Callable[[], None] | None = None) -> Start:
     return start
 
 
-def _leave_with_parent(report: Callable[[], None] | None) -> None:
+def _leave_with_parent(report: Report) -> None:
     while sys.stdin.buffer.read(1):
-        if report is not None:
-            try:
-                report()
-            except Exception:  # what it looks at may change under it; the thread has another duty
-                log.exception("no report can be made")
-    os._exit(0)
+        try:
+            report()
+        except Exception:  # what it looks at may change under it; the thread has another duty
+            log.exception("no report can be made")
+    _leave(report, 0)
+
+
+def _leave(report: Report, code: int) -> None:
+    """End this process, whatever saving comes to."""
+    try:
+        report.save()
+    finally:
+        os._exit(code)
 
 
 def run_worker(role: str, listener: str, body: Callable[[Start, zmq.Context, zmq.Socket, Report], None]) -> None:
@@ -152,4 +161,4 @@ def run_worker(role: str, listener: str, body: Callable[[Start, zmq.Context, zmq
             sys.excepthook(type(error), error, error.__traceback__)
         outbox.send(encode(Failed(role, describe(error))))
         context.destroy(LINGER_MS)
-        os._exit(SPOKE)
+        _leave(report, SPOKE)

@@ -1,23 +1,27 @@
 """Recordings on disk: append-only, bounded, checksummed, for their owner's eyes only.
 
-    MAGIC, then frames: length and CRC-32 of the payload (little-endian uint32 each), payload (msgpack).
+    MAGIC, then frames: length of the payload, its CRC-32, CRC-32 of these two (little-endian uint32 each), payload
+    (msgpack).
 
-The first payload is a `Header`, each other one a list of entries. What is cut off at the end was being written when the
-process ended; whatever else does not fit its checksum is an error.
+The first payload is a `Header`, each other one a list of entries. A frame whose announced length goes beyond the end
+was being written when the process ended; whatever does not fit a checksum, lengths included, is an error.
 """
 from __future__ import annotations
 
 import logging
 import os
+import stat
 import struct
 import zlib
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import msgspec
 
-from ..errors import IsthmusError
+from ..errors import ConfigError, IsthmusError
+from ..files import kind_of, open_regular
 from ..models.config import ModelConfig
 from ..platform import Manifest
 from ..startup import Sizes
@@ -25,8 +29,10 @@ from .entries import Entry
 
 log = logging.getLogger(__name__)
 
-MAGIC = b"isthmus recording 1\n"
-FRAME = struct.Struct("<II")
+MAGIC = b"isthmus recording 2\n"
+LENGTHS = struct.Struct("<II")  # of the payload and its CRC-32
+CHECK = struct.Struct("<I")     # CRC-32 of these two
+HEAD = LENGTHS.size + CHECK.size
 MAX_FRAME = 2**28    # bytes; no step is so large
 KEPT = 4             # recordings of earlier engines with the same name
 FLUSH_S = 0.1        # what is older than this is in the file, whatever ends the process
@@ -53,10 +59,17 @@ class Header(msgspec.Struct, frozen=True):
     path: str
 
 
+def head_of(payload: bytes) -> bytes:
+    """What stands before a payload."""
+    lengths = LENGTHS.pack(len(payload), zlib.crc32(payload))
+    return lengths + CHECK.pack(zlib.crc32(lengths))
+
+
 class RecordingFile:
     """Writes one recording of at most `limit` bytes; when they are used up it ends, and the log says so.
 
-    A file of that name is kept as NAME.1, and so on up to `KEPT`. `OSError` when it cannot be written.
+    A file of that name is kept as NAME.1, and so on up to `KEPT`. `OSError` when it cannot be written, `ConfigError`
+    when one of these names is anything but a regular file.
     """
 
     def __init__(self, path: Path, header: Header, limit: int):
@@ -71,11 +84,11 @@ class RecordingFile:
     def write(self, payload: Any, now: float = 0.0) -> None:
         """Append one frame; `now` (seconds) tells when to hand it to the system."""
         data = _encode(payload)
-        self.size += FRAME.size + len(data)
+        self.size += HEAD + len(data)
         if self.full or self.size > self.limit:
             return self._end(f"it has {self.limit} bytes (--record-limit)")
         try:
-            self._file.write(FRAME.pack(len(data), zlib.crc32(data)) + data)
+            self._file.write(head_of(data) + data)
             if now - self._flushed > FLUSH_S:
                 self._flushed = now
                 self._file.flush()
@@ -92,7 +105,8 @@ class RecordingFile:
     def close(self) -> None:
         """Flush and close; may be called twice."""
         self.flush()
-        self._file.close()
+        with suppress(OSError):  # what cannot be written is told by `flush`
+            self._file.close()
 
     def _end(self, why: str) -> None:
         if not self.full:
@@ -100,12 +114,32 @@ class RecordingFile:
             log.warning("the recording %s ends here, serving goes on: %s", self.path, why)
 
 
+def check_names(path: Path) -> list[Path]:
+    """The names that a recording at `path` moves when it begins: its own, NAME.1, ... that exist, newest first.
+
+    Raises `ConfigError` where one of them is no regular file: a device or a folder must never be moved.
+    """
+    names = []
+    for i in range(KEPT + 1):
+        name = path.with_name(f"{path.name}.{i}") if i else path
+        try:
+            mode = name.lstat().st_mode
+        except FileNotFoundError:
+            break
+        except OSError as error:
+            raise ConfigError(f"--record {path}: {(error.strerror or str(error)).lower()}") from None
+        if not stat.S_ISREG(mode):
+            whose = "" if name == path else f": {name}, a name of earlier recordings,"
+            raise ConfigError(f"--record {path}{whose} is {kind_of(mode)}, which is left alone: name another file")
+        names.append(name)
+    return names
+
+
 def _make_room(path: Path) -> None:
     """Rename a file of this name to NAME.1, that to NAME.2, and so on; the oldest goes."""
-    names = [path, *(path.with_name(f"{path.name}.{i}") for i in range(1, KEPT + 1))]
-    used = next((i for i, name in enumerate(names) if not name.exists()), KEPT)
-    for i in range(used, 0, -1):
-        os.replace(names[i - 1], names[i])
+    names = check_names(path)
+    for i in range(min(len(names), KEPT), 0, -1):
+        os.replace(names[i - 1], path.with_name(f"{path.name}.{i}"))
 
 
 class Recording:
@@ -118,12 +152,15 @@ class Recording:
     def __init__(self, path: Path):
         self.path, self.cut = path, False
         try:
-            self._file: BinaryIO = open(path, "rb")
+            self._file: BinaryIO = open_regular(path)
         except OSError as error:
             raise RecordingError(f"{path}: {(error.strerror or str(error)).lower()}") from None
+        except ValueError as error:
+            raise RecordingError(f"{path}: {error}") from None
+        self._at = len(MAGIC)
         self._left = os.fstat(self._file.fileno()).st_size - len(MAGIC)
-        if self._file.read(len(MAGIC)) != MAGIC:
-            raise RecordingError(f"{path} is no recording of this version: it does not begin with {MAGIC!r}")
+        if (begin := self._file.read(len(MAGIC))) != MAGIC:
+            raise RecordingError(_other_kind(path, begin))
         header = self._frame()
         if header is None:
             raise RecordingError(f"{path} ends before its first step")
@@ -146,14 +183,18 @@ class Recording:
 
     def _frame(self) -> bytes | None:
         """The next payload, None at the end."""
-        if self._left < FRAME.size:
+        self._at = self._file.tell()
+        if self._left < HEAD:
             self.cut = self._left > 0
             return None
-        size, check = FRAME.unpack(self._file.read(FRAME.size))
-        self._left -= FRAME.size
+        lengths, own = self._file.read(LENGTHS.size), self._file.read(CHECK.size)
+        self._left -= HEAD
+        if CHECK.pack(zlib.crc32(lengths)) != own:
+            raise self._broken("the checksum of a length is another")
+        size, check = LENGTHS.unpack(lengths)
+        if size > MAX_FRAME:
+            raise self._broken(f"a frame of {size} bytes is announced")
         if size > self._left:
-            if size > MAX_FRAME:
-                raise self._broken(f"a frame of {size} bytes is announced")
             self.cut = True
             return None
         data = self._file.read(size)
@@ -169,4 +210,13 @@ class Recording:
             raise self._broken(str(error)) from None
 
     def _broken(self, what: str) -> RecordingError:
-        return RecordingError(f"{self.path} is broken before byte {self._file.tell()}: {what}")
+        return RecordingError(f"{self.path} is broken at byte {self._at}: {what}")
+
+
+def _other_kind(path: Path, begin: bytes) -> str:
+    name, _, ours = MAGIC.strip().rpartition(b" ")
+    if begin.endswith(b"\n") and begin.startswith(name + b" "):
+        theirs = begin.strip().rpartition(b" ")[2].decode("ascii", "replace")
+        return (f"{path} is a recording of form {theirs}, this version of Isthmus reads form {ours.decode()}: run it "
+                "again with the version that made it")
+    return f"{path} is no recording: it does not begin with {MAGIC!r}"

@@ -1,6 +1,7 @@
 """Between an engine and the world: hands every input on, keeps the last ones in memory, and writes all to a file."""
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
@@ -27,7 +28,7 @@ from .entries import (
     pack_result,
     planned,
 )
-from .file import Header, RecordingFile
+from .file import Header, RecordingFile, check_names
 
 TAIL = 1024      # entries kept in memory: about 250 steps
 SHOWN = 40       # of them in a report
@@ -39,6 +40,12 @@ def make_header(config: Config, loaded: Loaded) -> Header:
     config = replace(config, server=replace(config.server, api_key=None))
     return Header(isthmus_version(), msgspec.to_builtins(config), loaded.manifest, loaded.model.config, loaded.sizes,
                   loaded.dtype, loaded.overlap, loaded.model.nbytes, loaded.reason, str(loaded.path))
+
+
+def check_file(config: Config) -> None:
+    """Raises `ConfigError`, before the model loads, where `--record` names what is no place for a recording."""
+    if config.scheduler.record is not None:
+        check_names(named_path(config.scheduler.record))
 
 
 def open_file(config: Config, loaded: Loaded) -> RecordingFile | None:
@@ -53,13 +60,15 @@ def open_file(config: Config, loaded: Loaded) -> RecordingFile | None:
 
 
 class Recorder:
-    """Every input of an engine goes through here, and every plan comes by. One thread calls it; `tail` any.
+    """Every input of an engine goes through here, and every plan comes by. One thread calls it; `tail`, `flush` and
+    `close` any.
 
     The tail holds neither prompts nor results, so that a report may be shown to others; the file has all.
     """
 
     def __init__(self, clock: Callable[[], float], file: RecordingFile | None = None):
         self._clock, self._file = clock, file
+        self._writing = threading.Lock()
         self._tail: deque[Entry | str] = deque(maxlen=TAIL)
         self._frame: list[Entry] = []
         self._time = 0.0
@@ -125,25 +134,31 @@ class Recorder:
 
     def flush(self) -> None:
         """Write all that is known, also of the call that is going on."""
+        with self._writing:
+            self._flush()
+
+    def close(self) -> None:
+        """The recording ends here; may be called twice."""
+        with self._writing:
+            self._flush()
+            if self._file is not None:
+                self._file.close()
+                self._file = None
+
+    def _flush(self) -> None:
         if self._file is not None:
             frame, self._frame = self._frame, []
             if frame:
                 self._file.write(frame)
             self._file.flush()
 
-    def close(self) -> None:
-        """The recording ends here; may be called twice."""
-        self.flush()
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-
     def _called(self, entry: Entry, kept: Entry | str) -> None:
         self._tail.append(kept)
         if self._file is not None:
-            if self._frame:
-                self._file.write(self._frame, self._time)
-            self._frame = [entry]
+            with self._writing:
+                if self._frame and self._file is not None:  # another thread may have closed it
+                    self._file.write(self._frame, self._time)
+                self._frame = [entry]
 
     def _add(self, entry: Entry) -> None:
         self._tail.append(entry)
