@@ -296,7 +296,7 @@ def test_what_is_cut_off_is_told_and_what_is_broken_is_refused(tmp_path):
         with pytest.raises(RecordingError):
             rerun(tmp_path / "e")
     (tmp_path / "e").write_bytes(data.replace(MAGIC, b"isthmus recording 1\n"))
-    with pytest.raises(RecordingError, match="of form 1; this version of Isthmus reads form 2"):
+    with pytest.raises(RecordingError, match="of form 1, this version of Isthmus reads form 2"):
         rerun(tmp_path / "e")
 
 
@@ -364,12 +364,18 @@ def test_the_command_tells_what_it_found(tmp_path, monkeypatch):
                               text=True)
     done = ask(tmp_path / "a", "--verify")
     assert done.returncode == 0 and done.stdout.startswith("as recorded: ") and "pages_free" in done.stdout
+    steps = int(done.stdout.split()[2])
+    assert f"; the ledger of pages held, proved after {steps} steps\n" in done.stdout
     done = ask(tmp_path / "a", "--until", 20, "--json")
-    assert json.loads(done.stdout)["steps"] == 20
+    assert json.loads(done.stdout)["steps"] == 20 and json.loads(done.stdout)["proved"] == 0
+    assert ask(tmp_path / "a", "--until", steps).returncode == 0
+    done = ask(tmp_path / "a", "--until", steps + 1)
+    assert done.returncode == 2 and f"--until {steps + 1}: {tmp_path / 'a'} ends at step {steps}\n" in done.stderr
     done = ask(tmp_path / "a", "--bisect", "--fast")
-    assert done.returncode == 0
+    assert done.returncode == 0 and "; the ledger of pages held, proved after " in done.stdout
     done = ask(tmp_path / "a", "--against", tmp_path / "a")
-    assert done.returncode == 0 and "no difference" in done.stdout
+    assert done.returncode == 0 and "no difference" in done.stdout and "ledger" not in done.stdout
+    assert ask(tmp_path / "a", "--against", tmp_path / "a", "--verify").returncode == 2
     done = ask(tmp_path / "missing")
     assert done.returncode == 2 and "no such file" in done.stderr
     assert ask(tmp_path / "a", "--bisect", "--verify").returncode == 2

@@ -34,19 +34,27 @@ def run(arguments: argparse.Namespace, resolved: Any) -> int:
     if arguments.bisect and (arguments.against or arguments.until or arguments.verify):
         raise ConfigError("--bisect goes through the whole recording by itself: leave --against, --until and --verify "
                           "out")
+    if arguments.against and (arguments.until or arguments.verify or arguments.fast):
+        raise ConfigError("--against compares two files and runs none: leave --until, --verify and --fast out")
     if arguments.against:
         outcome = against(arguments.file, arguments.against)
     elif arguments.bisect:
         outcome = bisect(arguments.file, not arguments.fast)
     else:
         outcome = rerun(arguments.file, arguments.until, not arguments.fast, lambda step: arguments.verify)
+    if arguments.until and outcome.steps < arguments.until and not outcome.broken:
+        raise ConfigError(f"--until {arguments.until}: {arguments.file} ends at step {outcome.steps}")
     if arguments.json:
         print(json.dumps(asdict(outcome)))
-    elif outcome.broken:
-        print(f"step {outcome.step}: {outcome.broken}")
     else:
-        print(f"{'no difference' if arguments.against else 'as recorded'}: {outcome.steps} steps, {outcome.entries} "
-              f"entries{', the last one cut off when the process ended' if outcome.cut else ''}")
-    if outcome.stats and not arguments.json:
-        print("\n".join(f"  {name:20} {outcome.stats[name]}" for name in SHOWN if name in outcome.stats))
+        print(_text(outcome, "no difference" if arguments.against else "as recorded"))
     return 1 if outcome.broken else 0
+
+
+def _text(outcome: Any, good: str) -> str:
+    first = f"step {outcome.step}: {outcome.broken}" if outcome.broken else (
+        f"{good}: {outcome.steps} steps, {outcome.entries} entries"
+        + (", the last one cut off when the process ended" if outcome.cut else "")
+        + (f"; the ledger of pages held, proved after {outcome.proved} steps" if outcome.proved else ""))
+    stats = outcome.stats or {}
+    return "\n".join([first, *(f"  {name:20} {stats[name]}" for name in SHOWN if name in stats)])

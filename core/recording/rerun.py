@@ -60,7 +60,8 @@ class StepFailed(Exception):
 @dataclass
 class Outcome:
     """What a rerun came to. broken: the first thing that is wrong, at step `step`; "" when all is as recorded.
-    cut: the recording's last frame was being written when the process ended."""
+    cut: the recording's last frame was being written when the process ended. proved: steps after which the ledger of
+    pages was proved."""
 
     steps: int = 0
     entries: int = 0
@@ -68,6 +69,7 @@ class Outcome:
     step: int = 0
     stats: dict[str, Any] | None = None
     cut: bool = False
+    proved: int = 0
 
 
 class Script:
@@ -213,7 +215,7 @@ def rerun(path: Path, until: int | None = None, check: bool = True,
         try:
             with suppress(_Cut):
                 engine = make_engine(recording.header, script, platform)
-                _carry_out(engine, script, until, looks)
+                _carry_out(engine, script, until, looks, outcome)
             outcome.stats = engine and engine.stats()
         except Difference as difference:
             outcome.broken, outcome.step = difference.what, difference.step
@@ -225,7 +227,8 @@ def rerun(path: Path, until: int | None = None, check: bool = True,
         return outcome
 
 
-def _carry_out(engine: EngineCore, script: Script, until: int | None, looks: Callable[[int], bool]) -> None:
+def _carry_out(engine: EngineCore, script: Script, until: int | None, looks: Callable[[int], bool],
+               outcome: Outcome) -> None:
     """All calls of a recording, or those before step `until` is launched."""
     while (call := script.call()) is not None and (until is None or script.step < until):
         before = script.step
@@ -239,6 +242,7 @@ def _carry_out(engine: EngineCore, script: Script, until: int | None, looks: Cal
                 engine.scheduler.verify()
             except AssertionError as error:
                 raise Difference(script.step, f"the ledger is broken: {error}") from None
+            outcome.proved += 1
 
 
 def _ask(engine: EngineCore, call: Entry) -> None:
