@@ -74,6 +74,9 @@ class FakeClient(EngineClient):
     def _report(self) -> None:
         """It never hangs."""
 
+    def _processor_time(self) -> float:
+        return 0.0
+
     def __init__(self, config: Any, text: str = TEXT, delay: float = 0.0):
         super().__init__(config)
         self.info = {"model": "/models/tiny", "served_name": "tiny", "max_model_len": CONTEXT, "vocab_size": VOCAB,

@@ -11,6 +11,8 @@ import psutil
 import pytest
 from isthmus.core.errors import EngineDead, EngineRestarting, Overloaded
 from isthmus.core.processes import workers
+from isthmus.core.processes.in_process import InProcessClient
+from isthmus.core.processes.three import ProcessClient
 from isthmus.core.processes.workers import SOCKETS, Workers
 from isthmus.core.server.errors import as_request_error, error_headers
 from isthmus.core.server.metrics import Metrics
@@ -90,6 +92,36 @@ def test_an_engine_that_hangs_is_unhealthy_and_ended(form, monkeypatch, capfd):
     assert not any(psutil.pid_exists(pid) for pid in pids.values())
     if form == "processes":
         assert "Thread 0x" in capfd.readouterr().err, "printed by the detokenizer, whatever holds Python's lock"
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_an_engine_that_computes_beyond_its_time_is_not_called_hung_and_told_the_way_out(form, monkeypatch):
+    monkeypatch.setattr("isthmus.core.processes.client.PING_S", 0.02)
+    spent = iter((10.0, 10.2))
+    for kind in (InProcessClient, ProcessClient):
+        monkeypatch.setattr(kind, "_processor_time", lambda _: next(spent))
+
+    async def body(client):
+        await collect(client, "a", b"x")
+        pids = client.pids() if form == "processes" else {}
+        if form == "in-process":
+            monkeypatch.setattr(FakeEngine, "step", sleeping(20))
+        stream = asyncio.ensure_future(collect(client, "a", b"x", max_tokens=10**6))
+        if pids:
+            await asyncio.sleep(0.05)
+            os.kill(pids["scheduler"], signal.SIGSTOP)
+        with pytest.raises(EngineDead, match="ended while it computed: .* A --step-timeout longer than 1 lets"):
+            await asyncio.wait_for(stream, 15)
+        assert "hung" not in client.health()[1]
+    with_client(form, body, step_timeout=1)
+
+
+def test_processor_time_is_that_of_the_engine(monkeypatch):
+    async def body(client):
+        before = client._processor_time()
+        await collect(client, "a", b"x", max_tokens=2000)
+        assert before < client._processor_time() < before + 60
+    with_client("processes", body)
 
 
 def test_an_engine_that_answers_and_gets_nowhere_hangs(monkeypatch):

@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 
 ProgressCall = Callable[[str, int, int], None]  # stage, done, total
 
+COMPUTES = 0.05      # share of a processor from which an engine that finishes no step is at work on a busy machine
 PING_S = 2.0         # between two questions how the engine is; it answers between two steps
 UNREAD_S = 3.0       # how long a reader of an ended request may rest while all others have been served
 IDLE_SILENCE_S = 10  # an engine without requests answers long before that
@@ -62,7 +63,7 @@ class EngineClient(ABC):
         self._serial = itertools.count()
         self._unanswered = self._still = 0  # pings since the engine was last heard, and since it last got on
         self._busy, self._steps = False, 0  # whether it may have work, and the steps that it spoke of
-        self._reported = False  # whether this silence has been reported
+        self._reported, self._spent = False, 0.0  # whether this silence was reported, and processor time by then
         self._pulse: asyncio.Task[None] | None = None
 
     @abstractmethod
@@ -252,10 +253,19 @@ class EngineClient(ABC):
             log.error("the engine has requests and has finished no step for %g s; at %g s it is ended "
                       "(--step-timeout). Where it is:", self.step_age, limit)
             self._report()
+            self._spent = self._processor_time()
         if self.step_age > limit:
             self.hung = True
-            self._hang(f"the engine hung: it had requests and finished no step for {self.step_age:g} s "
-                       "(--step-timeout)")
+            found = f"it had requests and finished no step for {self.step_age:g} s (--step-timeout)"
+            stuck = self._processor_time() - self._spent < COMPUTES * limit / 2
+            self._hang(f"the engine hung: {found}" if stuck else
+                       f"the engine was ended while it computed: {found}. A --step-timeout longer than {limit:g} lets "
+                       "it finish, --chunked-prefill-size makes steps shorter; `isthmus doctor` says which platform "
+                       "is faster")
+
+    @abstractmethod
+    def _processor_time(self) -> float:
+        """Seconds that the processes or threads of the engine have computed."""
 
     @abstractmethod
     def _report(self) -> None:

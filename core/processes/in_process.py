@@ -5,6 +5,7 @@ import asyncio
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -68,6 +69,9 @@ class InProcessClient(EngineClient):
         super()._end(state, reason)
         if self._thread is not None and not self._started.done():
             self._started.set_exception(EngineDead(reason))
+
+    def _processor_time(self) -> float:
+        return time.process_time()
 
     def _report(self) -> None:
         engine = self._engine

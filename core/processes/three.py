@@ -4,8 +4,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
+from contextlib import suppress
 from typing import Any
 
+import psutil
 import zmq
 import zmq.asyncio
 
@@ -148,6 +150,13 @@ class ProcessClient(EngineClient):
     def _lose(self, workers: Workers) -> None:
         if workers is self._workers:  # else its own words came first
             self._end("dead", self._reason)
+
+    def _processor_time(self) -> float:
+        with suppress(psutil.Error, KeyError):  # it has ended
+            engine = psutil.Process(self.pids()["scheduler"])
+            times = [each.cpu_times() for each in (engine, *engine.children(recursive=True))]  # with other ranks
+            return sum(each.user + each.system for each in times)
+        return 0.0
 
     def _report(self) -> None:
         self._workers.ask_for_report()
