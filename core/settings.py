@@ -248,8 +248,8 @@ def check_platform(resolved: Resolved) -> None:
     name, origin = resolved.config.platform.platform, resolved.origin["platform"]
     if name != "auto" and name not in (found := sorted(list_platforms())):
         source = "" if origin == "command line" else f" ({origin})"
-        for_it = platforms_for(name)
-        hint = f"; for that there is {' or '.join(for_it)}" if for_it else suggest(name, found)
+        for_it = f"; for that there is {' or '.join(able)}" if (able := platforms_for(name)) else ""
+        hint = suggest(name, found, 0.8) or for_it or suggest(name, found)  # "CPU" is meant for cpu, "gpu" not for npu
         raise ConfigError(f"--platform {name}{source}: no such platform is installed{hint}; there are: "
                           f"{', '.join(found)} (`isthmus doctor` says which can run here)")
     check_options(name, resolved.config.platform.platform_option)

@@ -20,6 +20,7 @@ from isthmus.conformance.ledger import Ledger
 from isthmus.conformance.ops_attention import Shape, case, copied, exported
 from isthmus.conformance.ops_run import as_case
 from isthmus.conformance.oracle import placed, text
+from isthmus.core.discovery import load_platform
 from isthmus.core.manifests import read_file
 from isthmus.core.platform import AttentionSpec, MoESpec, RawTensor, Unavailable, WeightSpec
 from isthmus.platforms.accelerator.cache import LayerCache
@@ -289,6 +290,11 @@ def test_a_wrong_call_fails(call) -> None:
 def test_the_emulation_claims_what_the_platform_claims() -> None:
     own, emulated = (read_file(ROOT / folder / "npu" / "manifest.toml") for folder in ("platforms", "tests/emulation"))
     assert own == emulated and own.formats == quant.KEPT and own.page_sizes == NpuPlatform.page_sizes
+
+
+def test_an_emulation_is_never_taken_before_the_host() -> None:
+    """By its probe, which counts where no platform is named."""
+    assert Platform({"graphs": "off"}).probe().rank < load_platform("cpu").probe().rank == 10
 
 
 # The laws.

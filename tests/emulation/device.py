@@ -27,6 +27,7 @@ class Emulated:
     """Mixed into a platform: its device is the CPU, called `arch_name`, and its graphs are recorded."""
 
     arch_name = "host"
+    rank = 1  # before the reference, never before a platform that is what it says
     collective = "gloo"
     default_graphs = "second"  # Triton's interpreter runs on one thread at a time
     buckets = Buckets(tokens=(1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 512, 1024), rows=SIZES,
