@@ -2,7 +2,9 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -241,11 +243,76 @@ def test_plain_lines_of_tokens_texts_and_blocks(tmp_path):
     ('{"t": 0, "prompt": [1]}\n[1]', "line 2 is no object"), ('{"t": "soon", "prompt": [1]}', "soon"),
     ('{"t": NaN, "prompt": [1]}', "the time is nan"), ('{"t": 0, "prompt": ["a"]}', "request 1"),
     ('{"timestamp": 0, "input_length": 99, "hash_ids": [1, 2, 3, 4, 5, 6, 7, 8, 9]}', "--block-tokens"),
-    ('{"t": 0, "prompt": [1], "max_tokens": -1}', "its output is -1")])
+    ('{"t": 0, "prompt": [1], "max_tokens": -1}', "its output is -1"),
+    ('{"t": 0, "prompt": [1], "max_tokens": 2.5}', "its output is 2.5"),
+    ('{"t": 1e300, "prompt": [1]}', r"request 1: the time is 1e\+300 s, from -1e\+11"),
+    ('{"t": 1' + "0" * 400 + ', "prompt": [1]}', "request 1: int too large"),
+    ('{"t": 0, "prompt": [1], "ends": "false"}', "request 1: its ends is 'false', neither true nor false"),
+    ('{"t": 0, "blocks": [1], "ends": 1}', "request 1: its ends is 1, neither"),
+    ('{"t": 0, "prompt": [1.5]}', "request 1: 1.5 is among its tokens"),
+    ('{"t": 0, "prompt": [[1], [2]]}', r"request 1: \[1\] is among its tokens"),
+    ('{"t": 0, "prompt": [18446744073709551616]}', "request 1: .*too large"),
+    ('{"t": 0, "prompt": [4294967296]}', "request 1: its tokens go from 4294967296"),
+    ('{"t": 0, "prompt": {"a": 1}}', "request 1: its tokens are {'a': 1}, no list"),
+    ('{"t": 0, "prompt": [1], "block": 0}', "request 1: its block is 0, no number of tokens above 0"),
+    ('{"t": 0, "prompt": [1], "block": 16}\n{"t": 0, "prompt": [1], "block": 2.0}', "request 2: its block is 2.0, no"),
+    ('{"t": 0, "blocks": [1], "block": 16}\n{"t": 0, "blocks": [1], "block": 32}',
+     "request 2: its block is 32, that of the first request 16"),
+    ('{"t": 0, "prompt": [1]}\n{"t": 0, "prompt": [1], "block": 32}', "request 2: .* first request not said"),
+    ('{"t": 0, "blocks": [1, 2], "block": 16, "input_tokens": 2147483647}',
+     "request 1: 2 blocks of 16 tokens are not what a prompt of 2147483647 tokens has"),
+    ('{"t": 0, "blocks": [1, 2], "block": 16, "input_tokens": 2147483648}', "request 1: its input is 2147483648"),
+    ('{"t": 0, "blocks": [1, 2, 3], "block": 16, "input_tokens": 20}', "request 1: 3 blocks .* more than a prompt"),
+    ('{"t": 0, "blocks": 5, "block": 16}', "request 1: its blocks are 5, no list"),
+    ('{"t": 0, "blocks": [[1]], "block": 16}', r"request 1: \[1\] is among its blocks"),
+    ('{"timestamp": 0, "input_length": "x", "hash_ids": [1]}', "--block-tokens"),
+    ("[" * 9 + '{"t": 0', "neither JSON lines"), ('{"t": ' + "[" * 200_000, "line 1 is no JSON"),
+    ('{"turns": [["u", 1e12], ["a", 3]]}', r"conversation 1: the length of turn 1 is 1000000000000.0, no number"),
+    ('{"turns": [["u", 5]]}\n{"turns": [["u", -5], ["a", 3]]}', "conversation 2: the length of turn 1 is -5"),
+    ('{"turns": [["u", 5], ["a", 1e30]]}', "conversation 1: the length of turn 2 is 1e"),
+    ('{"turns": [["u", 1000000000000]]}', "conversation 1: the length of turn 1 is 1000000000000"),
+    ('{"turns": [' + ", ".join(['["u", 2147483647]'] * 5) + "]}", "conversation 1: up to turn 5 it has 2684354559 tok"),
+    ('{"turns": [["u", true]]}', "conversation 1: the length of turn 1 is True"),
+    ('{"turns": [["u"]]}', r"conversation 1: turn 1 is \['u'\]"), ('{"turns": [5]}', "conversation 1: 5 is among its"),
+    ('{"turns": 5}', "conversation 1: its turns are 5, no list"),
+    ('{"turns": []}\n{"t": 0}', "conversation 2: it has no field turns"),
+    ("\n".join(['{"turns": [["u", 2147483647]]}'] * 5), "request 5: more than 134,217,728 blocks"),
+    ("TIMESTAMP,ContextTokens,GeneratedTokens\n1,2,3\n1,99999999999,3", "line 3: its context is 99999999999"),
+    ("TIMESTAMP,ContextTokens,GeneratedTokens\n1", "line 2"),
+    ("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "9" * 30 + ",2,3", r"request 1: the time is 1e\+30"),
+    ("TIMESTAMP," + "x" * 200_000, "line 1: field larger")])
 def test_lines_that_are_wrong_are_named(tmp_path, line, words):
     (tmp_path / "t").write_text(line)
+    with pytest.raises(TraceError, match=words) as caught:
+        read_trace(tmp_path / "t")
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize(("row", "words"), [
+    ((1e300, 0, 8, 2), "request 1: the time"), ((0.0, 0, 8, 3), "request 1: 3 blocks"),
+    ((0.0, 0, 99, 2), "request 1: 2 blocks"), ((float("nan"), 0, 8, 2), "request 1: the time is nan")])
+def test_binary_rows_that_cannot_be_are_named(tmp_path, row, words):
+    head = np.array([row], [("t", "<f8"), ("ns", "<i4"), ("in", "<i4"), ("n", "<i4")])
+    (tmp_path / "t").write_bytes(struct.pack("<4i", 0x4B56, 1, 4, 0) + head.tobytes() + b"\0" * 8 * row[3])
     with pytest.raises(TraceError, match=words):
         read_trace(tmp_path / "t")
+
+
+def test_a_text_may_hold_any_sign(tmp_path):
+    """Only a line feed ends a row."""
+    (tmp_path / "t").write_text('{"t": 0, "text": "a\u2028b\u0085c"}\r\n{"t": 1, "text": "d"}\r\n', "utf-8", newline="")
+    assert len(read_trace(tmp_path / "t")) == 2
+
+
+def test_what_is_no_regular_file_is_told(tmp_path, capsys):
+    os.mkfifo(tmp_path / "pipe")
+    for path, words in ((tmp_path / "pipe", "it is a named pipe, no regular file"), (tmp_path, "it is a folder"),
+                        (Path("/dev/null"), "it is a device"), (tmp_path / "none", "there is no such file")):
+        assert main(["replay", str(path)]) == 2
+        said = capsys.readouterr().err
+        assert f"isthmus: {path}: {words}" in said and len(said.splitlines()) == 1
+    if Path("/proc/self/mem").exists():
+        assert main(["replay", "/proc/self/mem"]) == 2
 
 
 def test_azure_lengths(tmp_path):
@@ -361,6 +428,31 @@ def test_a_png_needs_matplotlib(capsys, tmp_path):
     assert (tmp_path / "hits.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_what_cannot_be_written_is_told_before_the_run(capsys, tmp_path, monkeypatch):
+    os.mkfifo(tmp_path / "pipe.html")
+    (tmp_path / "folder.png").mkdir()
+    trace = tmp_path / "t.jsonl"
+    trace.write_bytes((HERE / "chat.jsonl").read_bytes())
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr("isthmus.core.replay.formats.read_trace", lambda *_: pytest.fail("it is read"))
+    for option, name, words in (("--plot", "pipe.html", "is a named pipe"), ("--plot", "folder.png", "is a folder"),
+                                ("--plot", "x.png", "matplotlib is not installed"), ("--plot", "no/x.html", "no such"),
+                                ("--convert", "t.jsonl", "is the trace itself")):
+        assert main(["replay", str(trace), option, str(tmp_path / name)]) == 2
+        said = capsys.readouterr().err
+        assert f"{option} {tmp_path / name}" in said and words in said and len(said.splitlines()) == 1
+    assert trace.read_bytes() == (HERE / "chat.jsonl").read_bytes()
+
+
+def test_the_table_is_there_even_if_the_picture_cannot_be_written(capsys, monkeypatch):
+    def write_plot(report, path):
+        raise OSError(28, "No space left on device")
+    monkeypatch.setattr("isthmus.core.replay.plot.write_plot", write_plot)
+    assert main(["replay", str(HERE / "agent.bin"), "--policy", "lru", "--plot", "x.html"]) == 2
+    told = capsys.readouterr()
+    assert "token hit rate" in told.out and "--plot x.html: no space left" in told.err
+
+
 def test_the_command_converts(capsys, tmp_path):
     assert main(["replay", str(HERE / "chat.jsonl"), "--convert", str(tmp_path / "t.bin")]) == 0
     assert len(read_trace(tmp_path / "t.bin")) == len(read_trace(HERE / "chat.jsonl"))
@@ -372,6 +464,7 @@ def test_the_command_converts(capsys, tmp_path):
     (["--hint-endings", "2"], "outside 0 to 1"), (["--seed", "-1"], "--seed -1"),
     (["--plot", "x.gif"], ".png or .html"), (["--convert", "x.txt"], ".jsonl or .bin"),
     (["--schedule-policy", "none"], "not one of"),
+    (["--block-tokens", "4294967296"], "--block-tokens 4294967296: fewer than"),
     (["--requests", "0"], "--requests 0"), (["--latency", "abacus"], "neither a file")])
 def test_the_command_names_what_is_wrong(capsys, flags, words):
     assert main(["replay", str(HERE / "chat.jsonl"), *flags]) == 2

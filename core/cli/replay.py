@@ -5,11 +5,13 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import ConfigError
+from ..errors import ConfigError, shown
+from ..files import check_written, is_there
 from .progress import ProgressLine
 
 if TYPE_CHECKING:
@@ -48,18 +50,29 @@ def run(arguments: argparse.Namespace, resolved: Any) -> int:
     from ..replay.run import replay
     order = _order(arguments)
     with ProgressLine(sys.stderr) as line:
-        if arguments.trace.is_file() and (size := arguments.trace.stat().st_size) > LARGE:
-            line(f"read {arguments.trace.name}", 0, size)
+        with suppress(OSError):  # reading it tells more
+            if (size := arguments.trace.stat().st_size) > LARGE:
+                line(f"read {arguments.trace.name}", 0, size)
         trace = read_trace(arguments.trace, arguments.block_tokens, arguments.seed)
         if arguments.requests:
             trace = trace.head(arguments.requests)
         if arguments.convert:
             return _convert(trace, arguments.convert)
         report = replay(trace, order, _patient(line))
-    for path in arguments.plot:
-        write_plot(report, path)
     print(json.dumps(report, ensure_ascii=False) if arguments.json else _text(report))
+    for path in arguments.plot:
+        with _written("--plot", path):
+            write_plot(report, path)
     return 0
+
+
+@contextmanager
+def _written(option: str, path: Path) -> Iterator[None]:
+    """What the system says when the file cannot be written, for people."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{option} {path}: {(error.strerror or str(error)).lower()}") from None
 
 
 def _order(arguments: argparse.Namespace) -> Any:
@@ -67,6 +80,7 @@ def _order(arguments: argparse.Namespace) -> Any:
         raise ConfigError("no trace is named: `isthmus replay FILE`; its formats are in docs/replay.md")
     from ..replay.latency import read_latency_model
     from ..replay.run import COMPARED, Order, check_policies
+    from ..replay.trace import MAX_TOKENS
     from ..scheduler.policy import POLICIES
     names = [n.strip() for part in arguments.policy or [",".join(COMPARED)] for n in part.split(",") if n.strip()]
     check_policies(names)
@@ -77,16 +91,27 @@ def _order(arguments: argparse.Namespace) -> Any:
     for name, least in (("seed", 0), ("requests", 1), ("block_tokens", 1), ("slo_ttft", 0), ("slo_tpot", 0)):
         value = getattr(arguments, name)
         if value is not None and not value >= least:
-            raise ConfigError(f"--{name.replace('_', '-')} {value:g} is below {least}")
-    for path in [*arguments.plot, *([arguments.convert] if arguments.convert else [])]:
-        if not path.absolute().parent.is_dir():
-            raise ConfigError(f"{path}: there is no such folder")
-        kinds = (".png", ".html") if path in arguments.plot else (".jsonl", ".bin")
-        if path.suffix not in kinds:
-            raise ConfigError(f"{path}: the name must end with {' or '.join(kinds)}")
+            raise ConfigError(f"--{name.replace('_', '-')} {shown(value)} is below {least}")
+    if arguments.block_tokens is not None and arguments.block_tokens >= MAX_TOKENS:
+        raise ConfigError(f"--block-tokens {shown(arguments.block_tokens)}: fewer than {MAX_TOKENS} are allowed")
+    _check_files(arguments)
     model = read_latency_model(arguments.latency) if arguments.latency else None
     return Order(tuple(dict.fromkeys(names)), _capacities(arguments.capacity), arguments.hint_endings, arguments.seed,
                  model, arguments.schedule_policy, arguments.slo_ttft, arguments.slo_tpot)
+
+
+def _check_files(arguments: argparse.Namespace) -> None:
+    """Can the files that are to be written be written? Before the run, which may take long."""
+    from ..replay.plot import check_plot
+    for option, path in [("--plot", path) for path in arguments.plot] + [("--convert", arguments.convert)]:
+        if path is None:
+            continue
+        if is_there(check_written(path, option)) and is_there(arguments.trace) and path.samefile(arguments.trace):
+            raise ConfigError(f"{option} {path} is the trace itself: name another file")
+        if option == "--plot":
+            check_plot(path)
+        elif path.suffix not in (".jsonl", ".bin"):
+            raise ConfigError(f"{option} {path}: the name must end with .jsonl or .bin")
 
 
 def _capacities(text: str) -> tuple[Capacity, ...]:
@@ -107,7 +132,8 @@ def _capacities(text: str) -> tuple[Capacity, ...]:
 
 def _convert(trace: Any, path: Path) -> int:
     from ..replay.formats import write_binary, write_jsonl
-    (write_jsonl if path.suffix == ".jsonl" else write_binary)(trace, path)
+    with _written("--convert", path):
+        (write_jsonl if path.suffix == ".jsonl" else write_binary)(trace, path)
     print(f"{path}: {len(trace):,} requests in blocks of {trace.block} tokens")
     return 0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 import struct
 from collections.abc import Callable, Iterator
 from datetime import datetime
@@ -12,7 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from .trace import Trace, TraceError, make_trace
+from ..errors import shown
+from ..files import open_regular
+from .trace import MAX_TOKENS, Trace, TraceError, make_trace
 
 Row = tuple[float, int, int, object, Any, bool]
 
@@ -34,11 +37,7 @@ def read_trace(path: Path, block: int | None = None, seed: int = 0) -> Trace:
 
     Raises `TraceError` that names the line and the field.
     """
-    if not path.is_file():
-        raise TraceError(f"{path}: there is no such file")
-    if path.stat().st_size > MAX_BYTES:
-        raise TraceError(f"{path}: {path.stat().st_size} bytes, at most {MAX_BYTES} are read")
-    data = path.read_bytes()
+    data = _bytes(path)
     if data[:4] == struct.pack("<i", MAGIC):
         return _read_binary(path, data)
     try:
@@ -52,6 +51,21 @@ def read_trace(path: Path, block: int | None = None, seed: int = 0) -> Trace:
     if head:
         return _read_azure(path, text, block)
     raise TraceError(f"{path}: the file is empty")
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size > MAX_BYTES:
+                raise TraceError(f"{path}: {size} bytes, at most {MAX_BYTES} are read")
+            return file.read(size)
+    except FileNotFoundError:
+        raise TraceError(f"{path}: there is no such file") from None
+    except OSError as error:
+        raise TraceError(f"{path}: {(error.strerror or str(error)).lower()}") from None
+    except ValueError as error:
+        raise TraceError(f"{path}: {error}") from None
 
 
 def write_binary(trace: Trace, path: Path) -> None:
@@ -84,8 +98,6 @@ def _read_binary(path: Path, data: bytes) -> Trace:
     starts = np.concatenate([[0], np.cumsum(head["blocks"], dtype=np.int64)])
     if (head["blocks"] < 0).any() or (head["inputs"] < 0).any() or at + 8 * int(starts[-1]) != len(data):
         raise TraceError(f"{path}: its requests have {int(starts[-1])} blocks, {len(data) - at} bytes of ids follow")
-    if not np.isfinite(head["arrival"]).all():
-        raise TraceError(f"{path}: request {int(np.flatnonzero(~np.isfinite(head['arrival']))[0])} has no time")
     ids = np.frombuffer(data, "<i8", int(starts[-1]), at)
     rows = ((float(h["arrival"]), int(h["inputs"]), 0, int(h["space"]), ids[starts[i]:starts[i + 1]], False)
             for i, h in enumerate(head))
@@ -95,65 +107,77 @@ def _read_binary(path: Path, data: bytes) -> Trace:
 def _read_azure(path: Path, text: str, block: int | None) -> Trace:
     """TIMESTAMP,ContextTokens,GeneratedTokens: lengths only, so that no two prompts share anything."""
     reader = csv.DictReader(io.StringIO(text))
-    names = {name.strip().lower(): name for name in reader.fieldnames or ()}
+    try:
+        names = {name.strip().lower(): name for name in reader.fieldnames or ()}
+    except csv.Error as error:
+        raise TraceError(f"{path}: line 1: {error}") from error
     lacking = [n for n in ("TIMESTAMP", "ContextTokens", "GeneratedTokens") if n.lower() not in names]
     if lacking:
         raise TraceError(f"{path}: neither JSON lines nor a CSV file with a column {lacking[0]}; "
                          f"its first line is {text.splitlines()[0][:80]!r}")
     size, number = block or BLOCK, 0
     rows: list[Row] = []
-    for line, row in enumerate(reader, 2):
-        try:
-            at = row[names["timestamp"]].strip()
+    try:
+        for row in reader:
+            at = (row[names["timestamp"]] or "").strip()
             seconds = float(at) if at.replace(".", "", 1).isdigit() else datetime.fromisoformat(at[:26]).timestamp()
-            tokens, out = int(row[names["contexttokens"]]), int(row[names["generatedtokens"]])
-            if tokens < 0 or out < 0:
-                raise ValueError(f"{tokens} and {out} tokens")
-        except (ValueError, AttributeError, TypeError) as error:
-            raise TraceError(f"{path}: line {line}: {error}") from error
-        rows.append((seconds, tokens, out, "", range(number, number + tokens // size), False))
-        number += tokens // size
+            tokens, out = (_count(int(row[names[name]]), what) for name, what in (
+                ("contexttokens", "its context"), ("generatedtokens", "its output")))
+            rows.append((seconds, tokens, out, "", range(number, number + tokens // size), False))
+            number += tokens // size
+    except (ValueError, AttributeError, TypeError, OverflowError, OSError, csv.Error) as error:
+        raise TraceError(f"{path}: line {reader.line_num}: {error}") from error
     return make_trace(path.name, size, rows)
 
 
 def _read_jsonl(path: Path, text: str, block: int | None, seed: int) -> Trace:
     rows = []
-    for line, part in enumerate(text.splitlines(), 1):
+    for line, part in enumerate(text.split("\n"), 1):  # other ends of lines may stand in a text
         if part.strip():
             try:
                 rows.append(json.loads(part))
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise TraceError(f"{path}: line {line} is no JSON: {error}") from error
             if not isinstance(rows[-1], dict):
                 raise TraceError(f"{path}: line {line} is no object: {part[:60]!r}")
     if "turns" in rows[0]:
         return _conversations(path, rows, block or BLOCK, seed)
     if any(name in rows[0] for name in _HASHES):
-        size = block or _stated(rows) or _block_size(path, rows)
+        size = block or _stated(path, rows) or (_block_size(path, rows) if "hash_ids" in rows[0] else BLOCK)
         return make_trace(path.name, size, _each(path, rows, lambda row: _hashed(row, size)))
-    size = block or _stated(rows) or BLOCK
+    size = block or _stated(path, rows) or BLOCK
     return make_trace(path.name, size, _each(path, rows, lambda row: _spelled(row, size)))
 
 
-def _each(path: Path, rows: list[dict], convert: Callable[[dict], Row]) -> Iterator[Row]:
-    for line, row in enumerate(rows, 1):
+def _each(path: Path, rows: list[dict], convert: Callable[[dict], Any], what: str = "request") -> Iterator[Any]:
+    for number, row in enumerate(rows, 1):
         try:
             yield convert(row)
-        except (KeyError, ValueError, TypeError) as error:
+        except (KeyError, ValueError, TypeError, OverflowError) as error:
             said = f"it has no field {error.args[0]}" if isinstance(error, KeyError) else str(error)
-            raise TraceError(f"{path}: request {line}: {said}") from error
+            raise TraceError(f"{path}: {what} {number}: {said}") from error
 
 
-def _stated(rows: list[dict]) -> int | None:
-    size = rows[0].get("block", rows[0].get("block_size"))
-    return size if isinstance(size, int) and size > 0 else None
+def _stated(path: Path, rows: list[dict]) -> int | None:
+    """Tokens in a block as the rows say, all the same; None where the first says nothing."""
+    first = rows[0].get("block", rows[0].get("block_size"))
+    for number, row in enumerate(rows, 1):
+        size = row.get("block", row.get("block_size", first))
+        if size is not None and (type(size) is not int or not 0 < size < MAX_TOKENS):
+            raise TraceError(f"{path}: request {number}: its block is {shown(size)}, no number of tokens above 0")
+        if size != first:
+            raise TraceError(f"{path}: request {number}: its block is {size}, that of the first request "
+                             f"{'not said' if first is None else first}")
+    return first
 
 
 def _block_size(path: Path, rows: list[dict]) -> int:
     """The size at which every request's tokens fill its hashes, the last perhaps in part."""
-    for size in BLOCKS:
-        if all(-(-row.get("input_length", -1) // size) == len(row.get("hash_ids", ())) for row in rows[:1000]):
-            return size
+    told = [(row.get("input_length"), row.get("hash_ids")) for row in rows[:1000]]
+    if all(type(tokens) is int and isinstance(hashes, list) for tokens, hashes in told):
+        for size in BLOCKS:
+            if all(-(-tokens // size) == len(hashes) for tokens, hashes in told):
+                return size
     raise TraceError(f"{path}: no usual block size ({', '.join(map(str, BLOCKS))} tokens) fits input_length and "
                      "hash_ids: say it with --block-tokens")
 
@@ -170,22 +194,39 @@ def _field(row: dict, names: tuple[str, ...], default: Any = None) -> Any:
 def _seconds(row: dict) -> float:
     """Mooncake's `timestamp` is in milliseconds and stands beside `hash_ids` alone; all others are seconds."""
     at = float(_field(row, _TIMES))
-    if not np.isfinite(at):
-        raise ValueError(f"the time is {at}")
     return at / 1000 if "timestamp" in row and "hash_ids" in row and "chat_id" not in row else at
 
 
 def _count(value: Any, what: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**31:
-        raise ValueError(f"{what} is {value!r}, no number of tokens")
+    if type(value) is not int or not 0 <= value < MAX_TOKENS:
+        raise ValueError(f"{what} is {shown(value)}, no number from 0 to {MAX_TOKENS - 1}")
     return value
 
 
+def _listed(value: Any, kinds: set[type], what: str) -> list:
+    """The list, whose entries have one of these types. Raises `ValueError` for anything else."""
+    if not isinstance(value, list):
+        raise ValueError(f"{what} are {shown(value)}, no list")
+    if not set(map(type, value)) <= kinds:
+        wrong = next(entry for entry in value if type(entry) not in kinds)
+        raise ValueError(f"{shown(wrong)} is among {what}")
+    return value
+
+
+def _ends(row: dict) -> bool:
+    ends = row.get("ends", False)
+    if not isinstance(ends, bool):
+        raise ValueError(f"its ends is {shown(ends)}, neither true nor false")
+    return ends
+
+
 def _hashed(row: dict, size: int) -> Row:
-    hashes = _field(row, _HASHES)
+    hashes = _listed(_field(row, _HASHES), {int, str}, "its blocks")
     tokens = _count(_field(row, _INPUTS, len(hashes) * size), "its input")
+    if len(hashes) > -(-tokens // size):
+        raise ValueError(f"{len(hashes)} blocks of {size} tokens are more than a prompt of {tokens} tokens has")
     return (_seconds(row), tokens, _count(_field(row, _OUTPUTS, 1), "its output"), str(row.get("namespace", "")),
-            hashes[:tokens // size], bool(row.get("ends", False)))
+            hashes[:tokens // size], _ends(row))
 
 
 def _spelled(row: dict, size: int) -> Row:
@@ -195,10 +236,23 @@ def _spelled(row: dict, size: int) -> Row:
         data, step = prompt.encode("utf-8", "surrogatepass"), size * TEXT_BYTES
         tokens = -(-len(data) // TEXT_BYTES)
     else:
-        data, step, tokens = np.array(prompt, np.int64).astype("<i4").tobytes(), size * 4, len(prompt)
-    ids = [data[i:i + step] for i in range(0, tokens // size * step, step)]
-    return (_seconds(row), tokens, _count(_field(row, _OUTPUTS, 1), "its output"), str(row.get("namespace", "")), ids,
-            bool(row.get("ends", False)))
+        ids = np.array(_listed(prompt, {int}, "its tokens"), np.int64)
+        if len(ids) and not 0 <= ids.min() <= ids.max() < MAX_TOKENS:
+            raise ValueError(f"its tokens go from {ids.min()} to {ids.max()}, from 0 to {MAX_TOKENS - 1} are allowed")
+        data, step, tokens = ids.astype("<i4").tobytes(), size * 4, len(prompt)
+    blocks = [data[i * step:(i + 1) * step] for i in range(tokens // size)]
+    return (_seconds(row), tokens, _count(_field(row, _OUTPUTS, 1), "its output"), str(row.get("namespace", "")),
+            blocks, _ends(row))
+
+
+def _turns(row: dict) -> list[tuple[bool, int]]:
+    """(does the user speak?, characters) of each turn."""
+    turns = []
+    for number, turn in enumerate(_listed(row["turns"], {list}, "its turns"), 1):
+        if len(turn) < 2 or not isinstance(turn[0], str):
+            raise ValueError(f"turn {number} is {shown(turn)}, not who speaks and a number of characters")
+        turns.append((turn[0] == "u", _count(turn[1], f"the length of turn {number}")))
+    return turns
 
 
 def _conversations(path: Path, rows: list[dict], size: int, seed: int) -> Trace:
@@ -207,13 +261,16 @@ def _conversations(path: Path, rows: list[dict], size: int, seed: int) -> Trace:
     A request holds all turns before it; four characters are a token; nothing is shared between conversations.
     """
     draw, begin, made = np.random.default_rng(seed), 0.0, []
-    for number, row in enumerate(rows):
+    for number, turns in enumerate(_each(path, rows, _turns, "conversation")):
         begin += draw.exponential(1 / 1.4)
         at, tokens = begin, 0
-        for i, (who, characters, *_) in enumerate(row["turns"]):
-            if who == "u":
-                reply = row["turns"][i + 1][1] if i + 1 < len(row["turns"]) else 0
+        for i, (asks, characters) in enumerate(turns):
+            if asks:
+                reply = turns[i + 1][1] if i + 1 < len(turns) else 0
                 total = -(-(tokens + characters) // 4)
+                if total >= MAX_TOKENS:
+                    raise TraceError(f"{path}: conversation {number + 1}: up to turn {i + 1} it has {total} tokens, "
+                                     f"fewer than {MAX_TOKENS} are allowed")
                 made.append((at, total, -(-reply // 4), number, range(total // size), False))
                 at += draw.exponential(45.0)
             tokens += characters

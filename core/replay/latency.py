@@ -55,7 +55,7 @@ def read_latency_model(name: str) -> LatencyModel:
     try:
         text = path.read_text(encoding="utf-8")
         given = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-    except (ValueError, yaml.YAMLError) as error:
+    except (OSError, ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"--latency {name}: {error}") from error
     names = [field.name for field in fields(LatencyModel)]
     if not isinstance(given, dict) or not {"prefill_tokens_per_s", "step_ms"} <= set(given):

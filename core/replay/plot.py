@@ -11,15 +11,25 @@ COLOURS = ("#1f77b4", "#d62728", "#ff7f0e", "#2ca02c", "#9467bd", "#8c564b", "#e
 WIDTH, HEIGHT, LEFT, BELOW = 720, 420, 56, 48
 
 
+def check_plot(path: Path) -> None:
+    """Raises `ConfigError` for a file that `write_plot` could not write: another ending, or a missing library."""
+    if path.suffix not in (".png", ".html"):
+        raise ConfigError(f"--plot {path}: the name must end with .png or .html")
+    if path.suffix == ".png":
+        try:
+            import matplotlib.figure  # noqa: F401
+        except ImportError as error:
+            raise ConfigError(f"--plot {path}: matplotlib is not installed (pip install 'isthmus[bench]'); "
+                              "an .html file needs nothing") from error
+
+
 def write_plot(report: dict[str, Any], path: Path) -> None:
-    """Write the report's picture to a .png or .html file. Raises `ConfigError` for another ending or a missing
-    library."""
+    """Write the report's picture to a .png or .html file. Raises what `check_plot` does."""
+    check_plot(path)
     if path.suffix == ".html":
         path.write_text(_page(report), encoding="utf-8")
-    elif path.suffix == ".png":
-        _png(report, path)
     else:
-        raise ConfigError(f"--plot {path}: the name must end with .png or .html")
+        _png(report, path)
 
 
 def _curves(report: dict[str, Any]) -> tuple[list[str], dict[str, list[float]]]:
@@ -39,11 +49,7 @@ def _title(report: dict[str, Any]) -> str:
 
 
 def _png(report: dict[str, Any], path: Path) -> None:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError(f"--plot {path}: matplotlib is not installed (pip install 'isthmus[bench]'); "
-                          "an .html file needs nothing") from error
+    from matplotlib.figure import Figure
     ticks, curves = _curves(report)
     figure = Figure(figsize=(7.2, 4.2), layout="constrained")
     axes = figure.subplots()

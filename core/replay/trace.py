@@ -7,8 +7,11 @@ from functools import cached_property
 
 import numpy as np
 
-from ..errors import IsthmusError
+from ..errors import IsthmusError, shown
 
+MAX_SECONDS = 1e11    # on either side of zero: a time of day in seconds has its place, one in milliseconds has not
+MAX_TOKENS = 2**31    # below it, of a prompt or an output
+MAX_BLOCKS = 2**27    # of a trace
 
 class TraceError(IsthmusError):
     """A trace that cannot be read; the message names the file, the line and the way out."""
@@ -117,9 +120,14 @@ def make_trace(name: str, block: int, rows: Iterable[tuple[float, int, int, obje
     """A trace from (arrival, input tokens, output tokens, namespace, ids of whole blocks, hinted) rows.
 
     An id counts together with all before it and the namespace: it may name a block's own text or the prefix up to it.
+    Raises `TraceError` that names the row for one that cannot be.
     """
     arrival, inputs, outputs, spaces, hinted, counts, ids = [], [], [], [], [], [], []
-    for at, tokens, out, space, named, hint in rows:
+    total = 0
+    for number, (at, tokens, out, space, named, hint) in enumerate(rows, 1):
+        total += len(named)
+        if problem := _impossible(at, tokens, out, len(named), block, total):
+            raise TraceError(f"{name}: request {number}: {problem}")
         arrival.append(at)
         inputs.append(tokens)
         outputs.append(out)
@@ -136,6 +144,20 @@ def make_trace(name: str, block: int, rows: Iterable[tuple[float, int, int, obje
     trace = Trace(name, block, times - times.min(), np.array(inputs, np.int64), np.array(outputs, np.int64), starts,
                   blocks, np.array(hinted, bool))
     return trace if (np.diff(times) >= 0).all() else _sorted(trace)
+
+
+def _impossible(at: float, tokens: int, out: int, blocks: int, block: int, total: int) -> str:
+    """What is wrong with a request's numbers, "" when nothing is."""
+    if not abs(at) <= MAX_SECONDS:  # not a number is none
+        return f"the time is {at:g} s, from {-MAX_SECONDS:g} to {MAX_SECONDS:g} is allowed"
+    for what, count in (("input", tokens), ("output", out)):
+        if not 0 <= count < MAX_TOKENS:
+            return f"its {what} is {shown(count)} tokens, from 0 to {MAX_TOKENS - 1} are allowed"
+    if not tokens // block <= blocks <= -(-tokens // block):
+        return f"{blocks} blocks of {block} tokens are not what a prompt of {tokens} tokens has"
+    if total > MAX_BLOCKS:
+        return f"more than {MAX_BLOCKS:,} blocks in all are not read: take larger ones (--block-tokens)"
+    return ""
 
 
 def _numbered(ids: list[Sequence], starts: np.ndarray) -> np.ndarray | None:
