@@ -8,6 +8,7 @@ import re
 import sys
 from dataclasses import replace
 from importlib.metadata import EntryPoint
+from importlib.util import find_spec
 
 import msgspec
 import pytest
@@ -112,7 +113,8 @@ def test_options_of_the_file_are_those_of_the_code(name):
     """The platform refuses a name that no file has, and says which it has; and takes each value of the file's."""
     known = manifests.read_claim(discovery.list_platforms()[name]).options
     if (discovery.platform_root() / name / "driver.py").is_file():  # a device is needed to probe it
-        pytest.importorskip("torch")
+        if not find_spec("torch"):
+            pytest.skip("torch is not installed")
         runtime = importlib.import_module(f"isthmus.platforms.{name}.runtime")
         words = {kind.options_known for kind in vars(runtime).values()
                  if isinstance(kind, type) and kind.__module__ == runtime.__name__ and hasattr(kind, "options_known")}
@@ -126,20 +128,6 @@ def test_options_of_the_file_are_those_of_the_code(name):
         assert str(error).endswith(f"no option qqq; it has {', '.join(known) if known else 'none'}")
     else:
         pytest.fail("it takes any option")
-
-
-def test_values_of_the_file_are_those_of_the_accelerators():
-    pytest.importorskip("torch")
-    from isthmus.platforms.accelerator.base import MODES
-    from isthmus.platforms.cuda.flashinfer_library import MODES as FLASHINFER
-    from isthmus.platforms.cuda.runtime import ACTIVATIONS
-    from isthmus.platforms.npu.runtime import CHOICES
-    from isthmus.platforms.xpu.runtime import SWITCHES
-    graphs, of = {"graphs": MODES}, discovery.list_platforms()
-    assert {name: manifests.read_claim(of[name]).options for name in ("cuda", "rocm", "xpu", "npu")} == {
-        "cuda": graphs | {"activations": tuple(ACTIVATIONS), "flashinfer": FLASHINFER},
-        "rocm": graphs | {"activations": tuple(ACTIVATIONS)},
-        "xpu": graphs | {"operators": SWITCHES, "triton": SWITCHES}, "npu": graphs | CHOICES}
 
 
 @pytest.mark.parametrize("word, names", [("nvidia", ["cuda"]), ("AMD", ["rocm"]), ("intel", ["xpu"]), ("tpu", ["tpu"]),
