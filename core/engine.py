@@ -365,6 +365,8 @@ def _open_publisher(config: Config, owner: EngineCore) -> Any:
         if config.cache.kv_events_replay is not None:
             raise ConfigError("--kv-events-replay answers who follows the events, so it needs --kv-events too")
         return None
+    if not config.cache.prefix_cache:
+        raise ConfigError("--kv-events tells what is cached, and with --no-prefix-cache nothing is: leave one out")
     from .cache.publisher import Publisher  # with sockets, which nobody else needs here
     publisher = Publisher(config.cache)
     weakref.finalize(owner, publisher.close)

@@ -89,8 +89,10 @@ def check(setting: Setting, value: Any, label: str) -> Any:
     except ValueError as error:
         raise ConfigError(f"{label}: {error}") from None
     choices, least, most = setting.choices, setting.meta("least"), setting.meta("most")
-    if setting.meta("endpoint") and not re.fullmatch(r"tcp://[^/\s]+:\d{1,5}|ipc://\S+", value):
-        raise ConfigError(f"{label}: {shown_value(value)} is not an address such as tcp://127.0.0.1:5557")
+    if setting.meta("endpoint"):
+        match = re.fullmatch(r"tcp://[^/\s]+:(\d{1,5})|ipc://\S+", value, re.ASCII)
+        if not match or int(match[1] or 0) > 65535:
+            raise ConfigError(f"{label}: {shown_value(value)} is not an address such as tcp://127.0.0.1:5557")
     if choices and value not in choices:
         raise ConfigError(f"{label}: {shown_value(value)} is not one of {', '.join(choices)}{suggest(value, choices)}")
     if (least is not None and amount < least) or (most is not None and amount > most):

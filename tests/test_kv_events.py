@@ -350,10 +350,16 @@ def test_addresses_that_others_reach_are_warned_of(endpoint, local):
 
 
 @pytest.mark.parametrize("name", ("kv_events", "kv_events_replay"))
-@pytest.mark.parametrize("value", ("5557", "127.0.0.1:5557", "udp://127.0.0.1:5557", "tcp://127.0.0.1", "inproc://x"))
+@pytest.mark.parametrize("value", ("5557", "127.0.0.1:5557", "udp://127.0.0.1:5557", "tcp://127.0.0.1", "inproc://x",
+                                   "tcp://127.0.0.1:99999", "tcp://127.0.0.1:65536"))
 def test_what_is_no_address_is_refused(name, value):
     with pytest.raises(ConfigError, match=r"is not an address such as tcp://127\.0\.0\.1:5557"):
         resolve({name: value}, {})
+
+
+def test_events_of_a_cache_that_is_off_are_refused():
+    with pytest.raises(ConfigError, match="with --no-prefix-cache nothing is"):
+        EngineCore(Config(cache=CacheSettings(kv_events="tcp://127.0.0.1:5558", prefix_cache=False)))
 
 
 def test_an_address_may_be_a_variable():

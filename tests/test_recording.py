@@ -11,6 +11,7 @@ import sys
 import zlib
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from isthmus.core.cache.eviction import EVICTION
@@ -248,13 +249,19 @@ def test_only_regular_files_are_moved(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to(tmp_path / "folder")
     (tmp_path / "gone").symlink_to(tmp_path / "nowhere")
-    (tmp_path / "file").write_text("x")
+    (tmp_path / "file").write_bytes(MAGIC)
     (tmp_path / "file.1").mkdir()
+    (tmp_path / "model").write_text("GGUF")
+    (tmp_path / "old").write_bytes(b"isthmus recording 1\n")
+    (tmp_path / "old.1").touch()
+    (tmp_path / "old.2").write_text("x")
     before = sorted(p.name for p in tmp_path.iterdir())
     for name, words in (("folder", "folder is a folder"), ("pipe", "pipe is a named pipe"),
                         ("link", "link is a symbolic link"), ("gone", "gone is a symbolic link"),
                         ("file", "file.1, a name of earlier recordings, is a folder"),
-                        ("file/x", "not a directory"), ("", "is a folder"), ("..", "is a folder")):
+                        ("model", "model is a file that is no recording"), ("file/x", "not a directory"),
+                        ("old", "old.2, a name of earlier recordings, is a file that is no recording"),
+                        ("", "is a folder"), ("..", "is a folder")):
         with pytest.raises(ConfigError, match=f"--record .*{words}"):
             RecordingFile(tmp_path / name, "header", 10**6)
         with pytest.raises(ConfigError, match=f"--record .*{words}"):
@@ -262,6 +269,15 @@ def test_only_regular_files_are_moved(tmp_path):
     with pytest.raises(ConfigError, match="--record /dev/null is a device"):
         RecordingFile(Path("/dev/null"), "header", 10**6)
     assert sorted(p.name for p in tmp_path.iterdir()) == before and stat.S_ISCHR(os.stat("/dev/null").st_mode)
+
+
+def test_the_recording_of_a_running_engine_is_not_moved(tmp_path):
+    first = RecordingFile(tmp_path / "a", "header", 10**6)
+    with pytest.raises(ConfigError, match="--record .*a is the recording of a server that is running"):
+        RecordingFile(tmp_path / "a", "header", 10**6)
+    first.close()
+    RecordingFile(tmp_path / "a", "header", 10**6).close()
+    assert (tmp_path / "a.1").exists()
 
 
 def test_what_is_no_place_for_a_recording_is_told_before_the_model_loads(monkeypatch, tmp_path):
@@ -291,9 +307,10 @@ def test_what_is_cut_off_is_told_and_what_is_broken_is_refused(tmp_path):
     (tmp_path / "d").write_bytes(data[:len(MAGIC)] + huge + CHECK.pack(zlib.crc32(huge)))
     with pytest.raises(RecordingError, match="2147483648 bytes"):
         rerun(tmp_path / "d")
-    for content in (b"", b"something else", data[:len(MAGIC) + 4]):
+    for content, words in ((b"", "is empty"), (b"something else", "is no recording"), (MAGIC[:-1], "is no recording"),
+                           (data[:len(MAGIC) + 4], "ends before its first step")):
         (tmp_path / "e").write_bytes(content)
-        with pytest.raises(RecordingError):
+        with pytest.raises(RecordingError, match=words):
             rerun(tmp_path / "e")
     (tmp_path / "e").write_bytes(data.replace(MAGIC, b"isthmus recording 1\n"))
     with pytest.raises(RecordingError, match="of form 1, this version of Isthmus reads form 2"):
@@ -323,6 +340,22 @@ def test_no_flipped_bit_passes(tmp_path):
     starts = [i for i in range(len(data)) if data[i + HEAD:].startswith(b"\x91")]
     for size in range(starts[-1] + 1, len(data)):
         assert read(data[:size])[-1], "the last frame is cut off"
+
+
+@pytest.mark.parametrize("change", [
+    *({"sizes": {name: value}} for name in ("page_size", "pages", "max_model_len", "max_running", "chunk")
+      for value in (0, -1, 2**40)), {"config": {"cache": 5}}, {"model": {"vocab_size": -1}}, {"weight_bytes": "x"}])
+def test_a_header_that_no_engine_has_is_told(tmp_path, change):
+    record(tmp_path / "a")
+    with Recording(tmp_path / "a") as recording:
+        header = msgspec.to_builtins(recording.header)
+    for name, value in change.items():
+        header[name] = header[name] | value if isinstance(value, dict) else value
+    file = RecordingFile(tmp_path / "b", header, 10**7)
+    file.write(entries(tmp_path / "a"))
+    file.close()
+    with pytest.raises(RecordingError, match="is broken"):
+        rerun(tmp_path / "b")
 
 
 def test_pipes_and_devices_are_no_recordings(tmp_path):
@@ -365,7 +398,7 @@ def test_the_command_tells_what_it_found(tmp_path, monkeypatch):
     done = ask(tmp_path / "a", "--verify")
     assert done.returncode == 0 and done.stdout.startswith("as recorded: ") and "pages_free" in done.stdout
     steps = int(done.stdout.split()[2])
-    assert f"; the ledger of pages held, proved after {steps} steps\n" in done.stdout
+    assert f"; the ledger of pages held, proved after {steps - 3} steps\n" in done.stdout, "all but the warm-up's"
     done = ask(tmp_path / "a", "--until", 20, "--json")
     assert json.loads(done.stdout)["steps"] == 20 and json.loads(done.stdout)["proved"] == 0
     assert ask(tmp_path / "a", "--until", steps).returncode == 0

@@ -73,7 +73,8 @@ def test_hints(hint, session, expected):
 @pytest.mark.parametrize("fields,param", [
     ({"session_id": ""}, "session_id"), ({"session_id": 5}, "session_id"),
     ({"session_id": "x" * (MAX_SESSION + 1)}, "session_id"),
-    ({"cache_hint": "soon"}, "cache_hint"), ({"cache_hint": {"next_within": -1}}, "cache_hint.next_within"),
+    ({"cache_hint": "soon"}, "cache_hint"), ({"cache_hint": 1}, "cache_hint must be an object; got 1"),
+    ({"cache_hint": {"next_within": -1}}, "cache_hint.next_within"),
     ({"cache_hint": {"next_within": MAX_NEXT_WITHIN + 1}}, "cache_hint.next_within"),
     ({"cache_hint": {"next_within": "30s"}}, "cache_hint.next_within"),
     ({"cache_hint": {"end_of_session": 1}}, "cache_hint.end_of_session"),
@@ -87,7 +88,7 @@ def test_a_wrong_term_is_a_400_that_names_it(call, fields, param):
     answer, submits = post(call, **fields)
     assert answer.status_code == 400 and not submits
     error = answer.json()["error"]
-    assert error["param"] == param and param in error["message"]
+    assert error["param"] == param.split()[0] and param in error["message"] and "Fields" not in error["message"]
 
 
 @pytest.mark.parametrize("call", CALLS)
@@ -106,11 +107,11 @@ def test_a_wrong_header_is_a_400_that_names_it(header, value):
     answer, submits = post(CHAT, headers={header: value})
     assert answer.status_code == 400 and not submits
     error = answer.json()["error"]
-    assert error["param"] == header and header in error["message"]
+    assert error["param"] == header and header in error["message"] and "b'" not in error["message"]
 
 
 def test_a_session_header_that_is_no_text_is_refused():
-    with pytest.raises(RequestError, match="x-session-id is b'.*xff'; expected text"):
+    with pytest.raises(RequestError, match="x-session-id is 'ÿ'; expected text"):
         caller_of([(b"x-session-id", b"\xff")], False, b"s")
 
 

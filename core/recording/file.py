@@ -27,9 +27,15 @@ from ..platform import Manifest
 from ..startup import Sizes
 from .entries import Entry
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
 log = logging.getLogger(__name__)
 
-MAGIC = b"isthmus recording 2\n"
+KIND = b"isthmus recording "
+MAGIC = KIND + b"2\n"
 LENGTHS = struct.Struct("<II")  # of the payload and its CRC-32
 CHECK = struct.Struct("<I")     # CRC-32 of these two
 HEAD = LENGTHS.size + CHECK.size
@@ -68,14 +74,15 @@ def head_of(payload: bytes) -> bytes:
 class RecordingFile:
     """Writes one recording of at most `limit` bytes; when they are used up it ends, and the log says so.
 
-    A file of that name is kept as NAME.1, and so on up to `KEPT`. `OSError` when it cannot be written, `ConfigError`
-    when one of these names is anything but a regular file.
+    A recording of that name is kept as NAME.1, and so on up to `KEPT`. `OSError` when it cannot be written,
+    `ConfigError` when one of these names is anything else.
     """
 
     def __init__(self, path: Path, header: Header, limit: int):
         self.path, self.limit, self.full = path, limit, False
         _make_room(path)
         self._file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb", FLUSH_BYTES)
+        _locked(self._file.fileno())
         self._file.write(MAGIC)
         self.size, self._flushed = len(MAGIC), 0.0
         self.write(header)
@@ -117,22 +124,45 @@ class RecordingFile:
 def check_names(path: Path) -> list[Path]:
     """The names that a recording at `path` moves when it begins: its own, NAME.1, ... that exist, newest first.
 
-    Raises `ConfigError` where one of them is no regular file: a device or a folder must never be moved.
+    Raises `ConfigError` where one of them is anything but a recording, or another process is writing it: a device, a
+    folder or a model must never be moved.
     """
     names = []
     for i in range(KEPT + 1):
         name = path.with_name(f"{path.name}.{i}") if i else path
         try:
             mode = name.lstat().st_mode
+            what = _kept_apart(name) if stat.S_ISREG(mode) else f"{kind_of(mode)}, which is left alone"
         except FileNotFoundError:
             break
         except OSError as error:
             raise ConfigError(f"--record {path}: {(error.strerror or str(error)).lower()}") from None
-        if not stat.S_ISREG(mode):
-            whose = "" if name == path else f": {name}, a name of earlier recordings,"
-            raise ConfigError(f"--record {path}{whose} is {kind_of(mode)}, which is left alone: name another file")
+        if what:
+            whose = f": {name}, a name of earlier recordings," if i else ""
+            raise ConfigError(f"--record {path}{whose} is {what}: name another file")
         names.append(name)
     return names
+
+
+def _kept_apart(path: Path) -> str:
+    """What a regular file is that must not be moved, "" for a recording, and for a file without anything in it."""
+    with open_regular(path) as file:
+        begin = file.read(len(MAGIC))
+        if begin and not begin.startswith(KIND):
+            return "a file that is no recording"
+        return "" if _locked(file.fileno()) else "the recording of a server that is running"
+
+
+def _locked(descriptor: int) -> bool:
+    """Lock the file for as long as it is open. False if another process has."""
+    try:
+        if fcntl is not None:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks
+        pass
+    return True
 
 
 def _make_room(path: Path) -> None:
@@ -214,9 +244,10 @@ class Recording:
 
 
 def _other_kind(path: Path, begin: bytes) -> str:
-    name, _, ours = MAGIC.strip().rpartition(b" ")
-    if begin.endswith(b"\n") and begin.startswith(name + b" "):
-        theirs = begin.strip().rpartition(b" ")[2].decode("ascii", "replace")
-        return (f"{path} is a recording of form {theirs}, this version of Isthmus reads form {ours.decode()}: run it "
-                "again with the version that made it")
+    if not begin:
+        return f"{path} is empty: the engine that was to write it could not, or has not begun"
+    if begin.startswith(KIND) and begin.endswith(b"\n"):
+        theirs, ours = (text.removeprefix(KIND).strip().decode("ascii", "replace") for text in (begin, MAGIC))
+        return (f"{path} is a recording of form {theirs}, this version of Isthmus reads form {ours}: run it again with "
+                "the version that made it")
     return f"{path} is no recording: it does not begin with {MAGIC!r}"

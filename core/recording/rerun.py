@@ -40,6 +40,9 @@ from .file import Header, Recording, RecordingError
 DEVICE = "null"  # the platform that needs no device
 COARSE = 64      # looks at the ledger over the whole recording; between two of them it is looked at after every step
 
+MOST_OF_SIZES = {"page_size": 2**16, "pages": 2**28, "max_model_len": 2**30, "max_running": 2**16, "chunk": 2**30}
+MOST_TOKEN_IDS = 2**28
+
 
 class Difference(BaseException):
     """The rerun is not what was recorded. No `Exception`: the engine takes those for failures of the device."""
@@ -203,18 +206,38 @@ def make_engine(header: Header, script: Script, platform: Any) -> EngineCore:
     return EngineCore(config, loaded=loaded, recorder=script)
 
 
+def _check_header(recording: Recording) -> None:
+    """Raises `RecordingError` for sizes that no engine has."""
+    header = recording.header
+    found = {"vocab_size": header.model.vocab_size} | {name: getattr(header.sizes, name) for name in MOST_OF_SIZES}
+    for name, value in found.items():
+        most = MOST_OF_SIZES.get(name, MOST_TOKEN_IDS)
+        if not 0 < value <= most:
+            raise RecordingError(f"{recording.path} is broken: its {name} is {value}, from 1 to {most} are possible")
+
+
+def _engine_of(recording: Recording, script: Script, platform: Any) -> EngineCore:
+    """`make_engine`. Raises `RecordingError` for a header that no engine has."""
+    try:
+        return make_engine(recording.header, script, platform)
+    except Exception as error:  # whatever a broken header leads to
+        raise RecordingError(f"{recording.path} is broken: its header makes no engine: {type(error).__name__}: "
+                             f"{error}") from error
+
+
 def rerun(path: Path, until: int | None = None, check: bool = True,
           looks: Callable[[int], bool] = lambda step: False) -> Outcome:
     """Run a recording again, up to step `until`; `check`: the null platform looks at every number of every batch;
     `looks`(step): is the ledger to be proved after it? Raises `RecordingError` for a file that is none or broken."""
     with Recording(path) as recording:
+        _check_header(recording)
         script = Script(recording.entries())
         vocab = recording.header.model.vocab_size
         platform = load_platform(DEVICE, {"check": str(int(check)), "vocab": str(vocab)})
         outcome, engine = Outcome(), None
         try:
             with suppress(_Cut):
-                engine = make_engine(recording.header, script, platform)
+                engine = _engine_of(recording, script, platform)
                 _carry_out(engine, script, until, looks, outcome)
             outcome.stats = engine and engine.stats()
         except Difference as difference:

@@ -89,7 +89,9 @@ def write_jsonl(trace: Trace, path: Path) -> None:
 def _read_binary(path: Path, data: bytes) -> Trace:
     if len(data) < 16:
         raise TraceError(f"{path}: {len(data)} bytes are no header of a binary trace, which has 16")
-    _, count, block, _ = struct.unpack("<4i", data[:16])
+    _, count, block, flag = struct.unpack("<4i", data[:16])
+    if flag not in (0, 1):
+        raise TraceError(f"{path}: the last number of its header is {flag}, neither 0 nor 1")
     at = 16 + count * RECORD.itemsize
     if count < 1 or block < 1 or at > len(data):
         raise TraceError(f"{path}: the header says {count} requests in blocks of {block} tokens, "

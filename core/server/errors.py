@@ -53,6 +53,8 @@ def complaint(fault: Mapping[str, Any]) -> str:
         word, key = bounds[fault["type"]]
         limit = fault["ctx"][key]
         return f"must hold at {word} {limit} entr{'y' if limit == 1 else 'ies'}"
+    if fault["type"] in ("model_type", "model_attributes_type", "dict_type"):  # names classes of Python
+        return "must be an object"
     return re.sub(r"^\w+ should ", "must ", fault["msg"].removeprefix("Value error, "))
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import pydantic
 
-from ..errors import RequestError
+from ..errors import RequestError, shown
 from ..messages import CacheHint
 from ..scheduler.request import cache_domain
 from .errors import validation_error
@@ -71,7 +71,8 @@ def _checked(header: str, name: str, read: Callable[[bytes], Any], value: bytes)
         known = validation_error(error)
         message = f"the header {header}: {known.message}"
     except ValueError:
-        message = f"the header {header} is {value[:80]!r}; expected {'text' if read is _text else 'milliseconds'}"
+        expected = "text in UTF-8" if read is _text else "milliseconds"
+        message = f"the header {header} is {shown(value.decode('latin-1'))}; expected {expected}"
     raise RequestError(message, param=header, code="invalid_value")
 
 
