@@ -257,8 +257,9 @@ class EngineClient(ABC):
         if self.step_age > limit:
             self.hung = True
             found = f"it had requests and finished no step for {self.step_age:g} s (--step-timeout)"
-            stuck = self._processor_time() - self._spent < COMPUTES * limit / 2
-            self._hang(f"the engine hung: {found}" if stuck else
+            inside = self._unanswered * PING_S > limit / 2  # one step; between steps it would have answered
+            computes = self._processor_time() - self._spent >= COMPUTES * limit / 2
+            self._hang(f"the engine hung: {found}" if not (inside and computes) else
                        f"the engine was ended while it computed: {found}. A --step-timeout longer than {limit:g} lets "
                        "it finish, --chunked-prefill-size makes steps shorter; `isthmus doctor` says which platform "
                        "is faster")
