@@ -104,6 +104,7 @@ def test_the_help_for_one_user_shows_what_matters_and_takes_the_rest(command, ca
     (["serve", "a", "--model", "b"], ["two models are named: a and --model b"]),
     (["serve", "a", "b"], ["unknown argument b"]),
     (["serve", "--config", "/nowhere.yaml"], ["--config /nowhere.yaml: there is no such file"]),
+    (["serve", "--config", "/dev/null"], ["--config /dev/null: it is no regular file"]),
     (["explain", "--platform-option", "threads"], ["key=value"]),
     (["generate", "--top-k", "x", "hello"], ["--top-k: 'x' is not a whole number"]),
     (["generate", "--temperature", "9", "hello"], ["--temperature should be less than or equal to 2; got 9.0"]),

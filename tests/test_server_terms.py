@@ -92,6 +92,12 @@ def test_a_wrong_term_is_a_400_that_names_it(call, fields, param):
 
 
 @pytest.mark.parametrize("call", CALLS)
+def test_a_hint_that_is_spelled_wrong_is_told(call):
+    answer, _ = post(call, session_id="s", cache_hint={"end_of_sesion": True, "foo": 1})
+    assert answer.status_code == 200 and answer.headers["x-isthmus-ignored"] == "cache_hint.end_of_sesion"
+
+
+@pytest.mark.parametrize("call", CALLS)
 def test_headers_say_the_same_and_the_body_wins(call):
     headers = {"x-session-id": "from header", "x-slo-ttft-ms": "250"}
     _, (submit,) = post(call, headers=headers)

@@ -82,7 +82,8 @@ def _run(argv: list[str]) -> int:
     if command.groups:
         file = Path(arguments.config) if arguments.config else None
         if file and not (is_there(file) and file.is_file()):
-            raise ConfigError(f"--config {file}: there is no such file")
+            raise ConfigError(f"--config {file}: "
+                              f"{'it is no regular file' if is_there(file) else 'there is no such file'}")
         resolved = resolve(given_settings(arguments), os.environ, file)
         if command.name == "serve" or debug_level():
             set_up_logging(resolved.config.server)

@@ -106,7 +106,6 @@ MAX_UNKNOWN = 32  # unknown fields that are looked at
 def lookalikes(fields: dict[str, Any], model: type[Body]) -> dict[str, str]:
     """Unknown fields that look like one of the model's or like a sampling parameter -> that one."""
     known, found = spellings(model), {}
-    inner = fields.get("sampling_params") if "sampling_params" in known else None
     plain = {word.replace("_", ""): word for word in (*known, *spellings(SamplingFields))}
     unknown = [name for name in fields if name not in known and name not in REFUSED and fields[name] is not None]
     for name in unknown[:MAX_UNKNOWN]:
@@ -114,9 +113,9 @@ def lookalikes(fields: dict[str, Any], model: type[Body]) -> dict[str, str]:
         meant = FOREIGN.get(name) or (word and plain[word])
         if meant:
             found[name] = meant if meant in known else f"sampling_params.{meant}" if "sampling_params" in known else ""
-    if isinstance(inner, dict):
-        found |= {f"sampling_params.{name}": f"sampling_params.{meant}"
-                  for name, meant in lookalikes(inner, SamplingFields).items()}
+    for field, kind in (("sampling_params", SamplingFields), ("cache_hint", CacheHintFields)):
+        if field in known and isinstance(fields.get(field), dict):
+            found |= {f"{field}.{name}": f"{field}.{meant}" for name, meant in lookalikes(fields[field], kind).items()}
     return {name: meant for name, meant in found.items() if meant}
 
 
