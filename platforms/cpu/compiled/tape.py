@@ -22,7 +22,7 @@ WIDEST = 256     # head_dim, and QUERIES of attention.h
 SHARERS = 24
 
 
-Touch = tuple[Hashable, bool, int]  # a place, whether it is written, rows by which the work is divided
+Touch = tuple[Hashable, int, bool, int]  # a place, floats from row to row, is it written, rows by which work is divided
 
 
 class Untraceable(Exception):
@@ -271,9 +271,10 @@ class Tape:
         for name, value in fields.items():
             op[name] = value.computed().view() if isinstance(value, Rows) else value
         by = int(op["rows"]) if shared is None else shared
-        now = [(self._place(what), False, by) for what in reads] + [(self._place(what), True, by) for what in writes]
-        op["barrier"] = any(place == before and (writing or written) and not (by and by == same)
-                            for place, writing, _ in now for before, written, same in self._touched)
+        now = [(*self._place(what), False, by) for what in reads] + [(*self._place(what), True, by) for what in writes]
+        # A thread has the same bytes in both ops only where the rows are as many and as long.
+        op["barrier"] = any(place == before and (writing or written) and not (by and (by, stride) == (same, length))
+                            for place, stride, writing, _ in now for before, length, written, same in self._touched)
         self._before = [] if op["barrier"] else self._touched
         self._touched = self._before + now
         self.ops.append(op)
@@ -281,16 +282,16 @@ class Tape:
 
     def _also_reads(self, op: np.ndarray, rows: Rows) -> None:
         """The last op reads another tensor too."""
-        place = self._place(rows)
-        if any(before == place and written for before, written, _ in self._before):
+        place, stride = self._place(rows)
+        if any(before == place and written for before, _, written, _ in self._before):
             op["barrier"], self._touched, self._before = True, self._touched[len(self._before):], []
-        self._touched.append((place, False, 0))
+        self._touched.append((place, stride, False, 0))
 
-    def _place(self, what: Any) -> Hashable:
+    def _place(self, what: Any) -> tuple[Hashable, int]:
         if not isinstance(what, Rows):
-            return what
+            return what, 0
         what.memory.last = None
-        return what.memory.start
+        return what.memory.start, what.stride
 
 
 def trace(forward: Callable[[Any, Any, Any], Any], weights: Any, batch: Any, tape: Tape) -> np.ndarray:
