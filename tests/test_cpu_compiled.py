@@ -192,6 +192,71 @@ def test_sparse_models_and_other_dtypes_of_k_and_v_go_by_torch():
 
 # ---- writing down
 
+ROW_BY_ROW = ("embed", "norm", "turns", "rope", "write", "add", "scale", "act_mul")
+KINDS = ("embed", "linear", "norm", "turns", "rope", "write", "plan", "attend", "add", "scale", "gather", "act_mul")
+
+
+def touched(op: np.ndarray, threads: int) -> list[tuple[int, int, bool, int]]:
+    """(first byte, last byte, written, thread or -1 for any) of the tensors of an op."""
+    kind, rows, found = KINDS[op["kind"]], int(op["rows"]), []
+    for name in "xyz":
+        at, stride, head = (int(op[name][field]) for field in ("at", "row", "head"))
+        if not at:
+            continue
+        width = max(int(op["heads"]) - 1, 0) * head + max(int(op["width"]), int(op["w"]["inputs"]), head)
+        written = name == "z"
+        for thread in range(threads if kind in ROW_BY_ROW else 1):
+            first, stop = (rows * (thread + n) // threads for n in (0, 1)) if kind in ROW_BY_ROW else (0, rows)
+            if stop > first:
+                found.append((at + 4 * first * stride, at + 4 * ((stop - 1) * stride + min(width, stride)), written,
+                              thread if kind in ROW_BY_ROW else -1))
+    return found
+
+
+def raced(program: np.ndarray, threads: int) -> list[str]:
+    """Pairs of ops without a barrier between in which two threads touch the same bytes and one writes them."""
+    found, since = [], []
+    for number, op in enumerate(program):
+        since = [] if op["barrier"] else since
+        now = touched(op, threads)
+        for low, high, written, thread in now:
+            found += [f"{before} {KINDS[program[before]['kind']]} and {number} {KINDS[op['kind']]}"
+                      for before, other_low, other_high, other_written, other in since
+                      if low < other_high and other_low < high and (written or other_written)
+                      and (thread == -1 or other == -1 or thread != other)]
+        since += [(number, *touch) for touch in now]
+    return found
+
+
+def test_threads_meet_wherever_they_touch_the_same_bytes(cases):
+    platform, model = cases[0]
+    for tokens, logits in ((1, 1), (3, 3), (9, 2), (10, 10), (37, 1)):
+        tape = Tape(tokens, logits)
+        fields = dict.fromkeys(Batch._fields) | {"tokens": tape.tokens, "logit_rows": tape.logit_rows}
+        program = trace(model.forward, model.weights, Batch(**fields), tape)
+        assert program["barrier"].sum() > 10
+        for threads in (2, 3, 7):
+            assert not raced(program, threads)
+    program["barrier"] = 0
+    assert raced(program, 2), "this check sees what it is for"
+
+
+def test_memory_that_is_used_again_for_shorter_rows_is_waited_for(runner):
+    """Row 5 of the shorter ones lies where another thread may still read row 2 of the longer ones."""
+    raw, _ = quantized(np.random.default_rng(1), "bf16", (64, 64))
+    weight = quant.load_weight([raw], WeightSpec(("w",), "linear"), "bf16", runner)
+    tape = Tape(10, 1)
+    x = tape.embed(tape.tokens, weight) * 2.0
+    y = x * 2.0
+    z = y * 2.0
+    place = y.memory.start
+    del y
+    short = z[:, :40] * 2.0
+    assert short.memory.start == place and short.stride == 40
+    assert [int(op["barrier"]) for op in tape.ops] == [0, 0, 0, 0, 1]
+    assert not raced(np.array(tape.ops, library.OP), 2)
+
+
 def traced(forward: Any) -> np.ndarray:
     tape = Tape(4, 1)
     fields = dict.fromkeys(Batch._fields) | {"tokens": tape.tokens, "logit_rows": tape.logit_rows}
