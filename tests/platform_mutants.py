@@ -213,15 +213,15 @@ CLAIMS = [
 ]
 
 STATE = [
-    state("K and V go to the neighbour page too", "neighbours,page4", ("attention", "self.k[pages, offsets] = k",
-          "self.k[pages, offsets] = k\n        self.k[np.minimum(pages + 1, len(self.k) - 1), offsets] = k")),
+    state("K and V go to the neighbour page too", "neighbours,page4", ("attention", "self.k.put(at, k)",
+          "self.k.put(at, k)\n        self.k.put((np.minimum(at[0] + 1, len(self.parts[0]) - 1), at[1]), k)")),
     state("what lies past a row's end is multiplied by zero", "left_nan,page4", ("attention",
-          ".reshape(-1, *part.shape[2:])[:length]", ".reshape(-1, *part.shape[2:])")),
-    state("a copied page keeps its old V", "copied,page4", ("platform", """for part in (cache.k, cache.v):
-                part[list(dst)]""", """for part in (cache.k,):
+          "np.concatenate(kept.get(used))[:length] for", "np.concatenate(kept.get(used)) for")),
+    state("a copied page keeps its old V", "copied,page4", ("platform", """for part in cache.parts:
+                part[list(dst)]""", """for part in cache.k.parts:
                 part[list(dst)]""")),
-    state("pages come back with K for V", "exported,page4", ("platform", """for part in (cache.k, cache.v):
-                shape""", """for part in (cache.v, cache.k):
+    state("pages come back with K for V", "exported,page4", ("platform", """for part in cache.parts:
+                shape""", """for part in cache.v.parts + cache.k.parts:
                 shape""")),
     state("data of any length is taken", "import_of_wrong_size", ("platform", "if len(data) != expected:",
           "if len(data) < expected:")),
@@ -233,8 +233,8 @@ STATE = [
           "self.one = getattr(self, 'one', None) or State(spec, tuple(caches), np.zeros(spec.seqs, np.int32))\n"
           "        return self.one")),
     state("padding is written to page 1", "page0,page4",
-          ("attention", "pages, offsets = np.divmod(slots, self.k.shape[1])",
-           "pages, offsets = np.divmod(slots, self.k.shape[1])\n        pages = pages + (slots == 0)")),
+          ("attention", "at = np.divmod(slots, self.parts[0].shape[1])",
+           "at = np.divmod(slots, self.parts[0].shape[1])\n        at = at[0] + (slots == 0), at[1]")),
     state("last tokens are kept by row", "slots_rest", ("ops", "self.last = state.last[self.seqs]",
           "self.last = state.last[self.batch.rows]")),
 ]
@@ -308,41 +308,28 @@ HALVES = [
          law="state"),
 ]
 
-# The reference with every dtype of K and V, done right.
-KEPT = (
-    ("attention", "    v: np.ndarray\n\n", "    v: np.ndarray\n    dtype: str\n\n"),
-    ("attention", "self.k[pages, offsets] = k", "self.k[pages, offsets] = kept(k, self.dtype)"),
-    ("attention", "self.v[pages, offsets] = v", "self.v[pages, offsets] = kept(v, self.dtype)"),
-    ("attention", "import numpy as np\n", "import numpy as np\nfrom isthmus.conformance.kept import kept\n"),
-    ("platform", "if spec.dtype not in DTYPES:", "if False:"),
-    ("platform", '(np.zeros(shape, DTYPES[spec.dtype]) for _ in "kv"))',
-     '(np.zeros(shape) for _ in "kv"), spec.dtype)'),
-    ("platform", "kv_dtypes=tuple(DTYPES)", 'kv_dtypes=("f64", "f32", "f16", "bf16", "f8_e4m3", "f8_e5m2", "i8")'),
-    ("platform", "len(pages) * state.spec.page_bytes()",
-     "len(pages) * sum(cache.k[0].nbytes + cache.v[0].nbytes for cache in state.layers)"))
-KEPT_V = "self.v[pages, offsets] = kept(v, self.dtype)"
+def kept(name: str, only: str, old: str, new: str, file: str = "kept", law: str = "ops") -> Mutant:
+    """A mutant of how K and V are kept, looked for in a computation in f32."""
+    return Mutant(name, law, (f"{only},f32]",), ((file, old, new),))
 
 
-def kept(name: str, only: str, old: str, new: str, file: str = "attention", law: str = "ops") -> Mutant:
-    """A mutant of a platform with every dtype of K and V, looked for in a computation in f32."""
-    return Mutant(name, law, (f"{only},f32]",), (*KEPT, (file, old, new)))
-
-
+CODES = "np.rint(x / np.where(scale == 0, 1, scale)[..., None])"
 KEEPERS = [
-    kept("an exponent bit for one of the fraction", "attention[copied_pages,kv_f8_e4m3*", KEPT_V,
-         'self.v[pages, offsets] = kept(v, "f8_e5m2")'),
-    kept("what is beyond the range is no number", "attention[beyond_range,kv_f8_e4m3*", KEPT_V,
-         "self.v[pages, offsets] = np.where(np.abs(v) > 464, np.nan, kept(v, self.dtype))"),
-    kept("one scale for all vectors", "attention[*,kv_i8*", KEPT_V, "self.v[pages, offsets] = np.rint(v * 16) / 16"),
-    kept("codes are cut off", "attention[copied_pages,kv_f8_e5m2*", KEPT_V,
-         "left = kept(v, self.dtype)\n        self.v[pages, offsets] = np.where(abs(left) > abs(v), "
-         "kept(left - 0.1 * left, self.dtype), left)"),
-    kept("scales stay where they were", "attention[copied_pages,kv_i8*", "part[list(dst)] = part[list(src)]",
-         "scale = np.abs(part[list(dst)]).max(-1, keepdims=True) / np.abs(part[list(src)]).max(-1, keepdims=True)\n"
-         "                part[list(dst)] = part[list(src)] * scale", "platform"),
-    kept("4 bits of 8", "model[llama,kv_i8", KEPT_V, "self.v[pages, offsets] = np.rint(v * 4) / 4", law="model"),
-    kept("K and V in bf16 whatever is asked", "model[llama,kv_f16", KEPT_V,
-         'self.v[pages, offsets] = kept(v, "bf16")', law="model"),
+    kept("an exponent bit for one of the fraction", "attention[copied_pages,kv_f8_e4m3*",
+         '"f8_e4m3": E4M3[:0x7F].astype(np.float64)', '"f8_e4m3": E5M2[:0x7C]'),
+    kept("what is beyond the range is no number", "attention[beyond_range,kv_f8_e4m3*", "self.table[codes & 127]",
+         "np.where((codes & 127) == len(self.table) - 1, np.nan, self.table[codes & 127])"),
+    kept("one scale for all vectors", "attention[*,kv_i8*", "(np.abs(x).max(axis=-1) / 127)",
+         "(np.full(x.shape[:-1], 8.0) / 127)"),
+    kept("codes are cut off", "attention[copied_pages,kv_f8_e5m2*", "code = np.searchsorted(middles, size)",
+         'code = np.maximum(np.searchsorted(self.table, size, side="right") - 1, 0)'),
+    kept("scales stay where they were", "attention[copied_pages,kv_i8*", """for part in cache.parts:
+                part[list(dst)]""", """for part in (cache.parts[0], cache.parts[-2]):
+                part[list(dst)]""", "platform"),
+    kept("4 bits of 8", "model[llama,kv_i8", CODES, f"16 * np.rint({CODES[8:-1]} / 16)", law="model"),
+    kept("K and V in bf16 whatever is asked", "model[llama,whole", "self.values[at] = x",
+         "self.values[at] = (x.astype(np.float32).view(np.uint32) & np.uint32(0xffff0000)).view(np.float32)",
+         law="model"),
 ]
 
 ALL = [*OPS, *CLAIMS, *STATE, *OTHERS, *HALVES, *KEEPERS]

@@ -33,8 +33,9 @@ MUTANTS = [
     ("attention", "attention.py", "* spec.scale", "* spec.scale * 1.01"),
     ("attention", "attention.py", "np.repeat(k, shared, axis=1)", "np.tile(k, (1, shared, 1))"),
     ("attention", "attention.py", "if spec.softcap is not None:", "if False:"),
-    ("attention", "attention.py", "pages, offsets = np.divmod(slots, self.k.shape[1])",
-     "pages, offsets = np.divmod(slots, self.k.shape[1]); pages = np.minimum(pages + (offsets == 0), len(self.k) - 1)"),
+    ("attention", "attention.py", "at = np.divmod(slots, self.parts[0].shape[1])",
+     "at = np.divmod(slots, self.parts[0].shape[1]); "
+     "at = np.minimum(at[0] + (at[1] == 0), len(self.parts[0]) - 1), at[1]"),
     ("attention", "attention.py", "np.flatnonzero(batch.lengths)", "np.flatnonzero(batch.lengths)[:-1]"),
     ("attention", "platform.py", "part[list(dst)] = part[list(src)]", "part[list(dst)[1:]] = part[list(src)[1:]]"),
     ("attention", "platform.py", "part[list(pages)] = np.frombuffer", "part[sorted(pages)] = np.frombuffer"),

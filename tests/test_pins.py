@@ -241,7 +241,7 @@ def test_a_rerun_pins_what_was_pinned(tmp_path):
             with pytest.raises(RequestError):
                 engine.command("pin", session="unknown", ttl=1.0)
     engine.close()
-    stats, outcome = engine.stats(), rerun(tmp_path / "a", verify=True)
+    stats, outcome = engine.stats(), rerun(tmp_path / "a", looks=lambda step: True)
     names = (*DECIDED, "pins", "pages_pinned")
     assert not outcome.broken and {name: outcome.stats[name] for name in names} == {name: stats[name] for name in names}
     assert stats["pins"] > 0 and stats["evicted_pages"] > 0
