@@ -174,19 +174,21 @@ def test_a_long_context_is_cut_at_fixed_places(cases):
     np.testing.assert_array_equal(np.concatenate(got), whole)
 
 
-def test_sparse_models_and_other_dtypes_of_k_and_v_go_by_torch():
+def test_sparse_models_and_other_dtypes_of_k_and_v_go_by_torch(caplog):
     from .tiny import tiny_model
     platform = started(kernels="compiled")
     with open_checkpoint(tiny_model("qwen3-moe")) as checkpoint:
         model = load_model(checkpoint, platform, platform.probe(), "bf16")
     _, step = run(platform, model, [batch([(0, np.arange(3, 20), 0)])])
     assert step.compiled.reason == "sparse layers" and not step.compiled.programs
+    assert "the compiled kernels have nothing for: sparse layers" in caplog.text
     with open_checkpoint(tiny_model("qwen3")) as checkpoint:
         model = load_model(checkpoint, platform, platform.probe(), "bf16")
     state = platform.alloc(StateSpec(model.state_layers, "i8", PAGE, 8), 64)
     step = platform.compile(lambda ops, weights, b: model.forward(Logits(ops), weights, b), model.weights, None)
     assert np.isfinite(step(state, batch([(0, np.arange(3, 20), 0)]))[0].collect()).all()
     assert step.compiled.reason is None and not step.compiled.programs
+    assert caplog.text.count("the compiled kernels have nothing for: K and V in i8") == 1
     platform.close()
 
 

@@ -59,4 +59,6 @@ class Step:
             return None
         if self.known is None or self.known[0] is not state:
             self.known = state, cache_records(state.layers)
+            if self.known[1] is None:
+                self.compiled.tell(f"K and V in {state.spec.dtype}")
         return self.known[1]

@@ -99,6 +99,7 @@ class Compiled:
     weights: Any
     reason: str | None = None
     programs: OrderedDict[tuple[int, int], Program] = field(default_factory=OrderedDict)
+    told: set[str] = field(default_factory=set)
 
     def program(self, tokens: int, logits: int) -> Program | None:
         """The program for these sizes; None where the forward needs what is not compiled."""
@@ -110,13 +111,19 @@ class Compiled:
                 found = self._trace(tokens, logits)
             except Untraceable as error:
                 self.reason = str(error)
-                log.info("not by compiled kernels: %s", error)
+                self.tell(self.reason)
                 return None
             while len(self.programs) >= PROGRAMS:
                 self.programs.popitem(last=False)
             self.programs[tokens, logits] = found
         self.programs.move_to_end((tokens, logits))
         return found
+
+    def tell(self, reason: str) -> None:
+        """Say once for these weights why torch computes: it is slower."""
+        if self.weights and reason not in self.told:
+            self.told.add(reason)
+            log.warning("torch computes the steps, the compiled kernels have nothing for: %s", reason)
 
     def _trace(self, tokens: int, logits: int) -> Program:
         tape = Tape(tokens, logits)
