@@ -17,6 +17,7 @@ import json
 import os
 import random
 import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -231,9 +232,8 @@ def chaos(times: int, clients: int = 12, seed: int = 0, model: str | None = None
         folder = Path(name, "tmp")
         folder.mkdir()
         if model is None:
-            sys.path.insert(0, str(Path(__file__).resolve().parent))
-            from checkpoints import tiny_llama_gguf
-            model = str(tiny_llama_gguf(Path(name, "tiny.gguf")))
+            file = runpy.run_path(str(Path(__file__).with_name("checkpoints.py")))
+            model = str(file["tiny_llama_gguf"](Path(name, "tiny.gguf")))
         result = asyncio.run(Chaos(folder, model, clients, seed).run(times))
         if result["problems"]:
             result["log"] = Path(name, "server.log").read_text(errors="replace")[-4000:]
