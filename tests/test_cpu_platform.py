@@ -16,7 +16,8 @@ from isthmus.conformance.opcase import token_batch  # noqa: E402
 from isthmus.core.plan import Batch, Sampling  # noqa: E402
 from isthmus.core.platform import LayerState, MoESpec, StateSpec, Unavailable, Unsupported, WeightSpec  # noqa: E402
 from isthmus.platforms.cpu import moe, quant  # noqa: E402
-from isthmus.platforms.cpu.kept import HALVES, HUGE, LayerCache, huge_zeros  # noqa: E402
+from isthmus.platforms.cpu.kept import HALVES, LayerCache, huge_zeros  # noqa: E402
+from isthmus.platforms.cpu.memory import HUGE  # noqa: E402
 from isthmus.platforms.cpu.platform import Platform  # noqa: E402
 from isthmus.platforms.cpu.sampling import CANDIDATES, sample  # noqa: E402
 from isthmus.platforms.experts import by_expert  # noqa: E402

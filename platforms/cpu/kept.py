@@ -1,16 +1,15 @@
 """K and V memory of a layer, and the dtypes that it keeps them in."""
 from __future__ import annotations
 
-import mmap
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from ...core.platform import LayerState, StateSpec
+from .memory import HUGE, huge_bytes
 from .quant import DTYPES
 
-HUGE = 2 << 20  # bytes of a huge page
 SMALL_FLOATS = {"f8_e4m3": torch.float8_e4m3fn, "f8_e5m2": torch.float8_e5m2}
 # The bits of an 8-bit float are those of a half float up to a power of two: what a byte, its sign extended, is times,
 # bits of the sign that are in the way then, and the factor. torch's own cast takes 2.7 times as long.
@@ -19,18 +18,11 @@ KV_DTYPES = DTYPES | SMALL_FLOATS | {"i8": torch.int8}
 
 
 def huge_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Zeros, on huge pages where the system offers them: 4 KiB pages halve the read bandwidth of large buffers."""
+    """Zeros, on huge pages if there are enough of them."""
     nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-    if nbytes < HUGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+    if nbytes < HUGE:
         return torch.zeros(shape, dtype=dtype)
-    memory = mmap.mmap(-1, nbytes + HUGE)
-    try:
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    except OSError:
-        pass  # a kernel without transparent huge pages
-    whole = torch.frombuffer(memory, dtype=torch.uint8)
-    start = -whole.data_ptr() % HUGE
-    return whole[start:start + nbytes].view(dtype).view(shape)
+    return torch.from_numpy(huge_bytes(nbytes)).view(dtype).view(shape)
 
 
 @dataclass(frozen=True)

@@ -223,22 +223,20 @@ def load_weight(raws: Sequence[RawTensor], spec: WeightSpec, dtype: str, runner:
     if spec.role in ("norm", "bias"):
         values = torch.from_numpy(np.concatenate([expand(raw) for raw in raws]))
         return Vector(values, values.to(DTYPES[dtype]))
-    packed = _packed if runner is not None and dtype == "bf16" else _unpacked
+    runner = runner if dtype == "bf16" else None
     if spec.role == "experts":
-        return Experts(tuple(packed(parts, dtype, runner) or _matrix(parts, dtype) for parts in by_expert(raws, spec)))
-    leaf = packed(raws, dtype, runner)
+        return Experts(tuple(_packed(parts, dtype, runner) or _matrix(parts, dtype) for parts in by_expert(raws, spec)))
+    leaf = _packed(raws, dtype, runner)
     if leaf is not None:
         return leaf
     return Table(_stacked(raws, dtype)) if spec.role == "embed" else _matrix(raws, dtype)
 
 
-def _unpacked(raws: Sequence[RawTensor], dtype: str, runner: Runner | None) -> None:
-    """For torch."""
-
-
-def _packed(raws: Sequence[RawTensor], dtype: str, runner: Runner) -> Packed | None:
+def _packed(raws: Sequence[RawTensor], dtype: str, runner: Runner | None) -> Packed | None:
     """For the compiled kernels, in the checkpoint's own codes where all parts have the same format and groups; None
-    for shapes that they lack."""
+    without them, and for shapes that they lack."""
+    if runner is None:
+        return None
     if len({(raw.dtype, group_of(raw)) for raw in raws}) == 1 and raws[0].dtype in KEPT and not group_of(raws[0]) % 32:
         parts = (np.concatenate(part) for part in zip(*map(affine, raws), strict=True))
         leaf = pack_codes(runner, *parts, BITS[raws[0].dtype])

@@ -11,9 +11,10 @@ import numpy as np
 import torch
 
 from ....core.platform import Batch, Sampling
+from ..memory import huge_bytes
 from .library import ARRAYS, LAYER, OP, STEP, Library
 from .tape import EMBED, LINEAR, Tape, Untraceable, trace
-from .weights import Packed, huge_bytes
+from .weights import Packed
 
 log = logging.getLogger(__name__)
 

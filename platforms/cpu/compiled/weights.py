@@ -1,12 +1,13 @@
 """Matrices in the order of `packed.h`, made once at load, on huge pages."""
 from __future__ import annotations
 
-import mmap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+
+from ..memory import huge_bytes
 
 if TYPE_CHECKING:
     from .step import Runner
@@ -15,20 +16,6 @@ BF16, INT8, INT4 = range(3)  # `Format` of step.h
 NAMES = ("bfloat16", "int8", "int4")
 LANES, GROUP = 16, 32
 BLOCK = {BF16: 32 * GROUP, INT8: 512 + 64, INT4: 256 + 64}  # bytes of sixteen outputs and a group of inputs
-HUGE = 2 << 20  # bytes of a huge page
-
-
-def huge_bytes(nbytes: int) -> np.ndarray:
-    """Zeros, on huge pages where the system offers them: 4 KiB pages halve the read bandwidth of large buffers."""
-    memory = mmap.mmap(-1, nbytes + HUGE)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        try:
-            memory.madvise(mmap.MADV_HUGEPAGE)
-        except OSError:
-            pass  # a kernel without transparent huge pages
-    whole = np.frombuffer(memory, np.uint8)
-    start = -whole.ctypes.data % HUGE
-    return whole[start:start + nbytes]
 
 
 class Packed:
