@@ -25,7 +25,6 @@ from isthmus.core.replay.trace import Trace, TraceError, _chained, _numbered, ma
 
 COST = 15  # seconds
 HERE = Path(__file__).parent / "traces"
-SHARED = Path(__file__).parents[2] / "shared" / "data"
 
 
 def quiet(*_: object) -> None:
