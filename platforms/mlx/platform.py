@@ -67,6 +67,8 @@ class Platform:
     def supports(self, op: str, **case: Any) -> str | None:
         if op not in OPS and op not in FEATURES:
             return f"{op!r} is no op or feature of interface version {INTERFACE_VERSION}"
+        if op == "kv_scales":
+            return "K and V are not kept in 8-bit floats"
         dtype = case.get("dtype", "f32")
         if dtype not in DTYPES:
             return f"dtype {dtype}: the mlx platform computes in {' or '.join(DTYPES)}"

@@ -98,6 +98,8 @@ class Platform:
             return "every expert is cut along its width over the devices"
         if op not in OPS and op not in FEATURES:
             return f"{op!r} is no op or feature of interface version {INTERFACE_VERSION}"
+        if op == "kv_scales":
+            return "K and V are not kept in 8-bit floats"
         dtype = case.get("dtype", "f32")
         if dtype not in DTYPES:
             return f"dtype {dtype}: the tpu platform computes in {' or '.join(DTYPES)}"
