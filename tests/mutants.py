@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from isthmus.core.scheduler import batch
+from isthmus.core.scheduler.prefill import Prefills
 from isthmus.core.scheduler.request import History, Request
 from isthmus.core.scheduler.scheduler import Scheduler
 from isthmus.core.scheduler.table import RequestTable
@@ -61,9 +62,9 @@ SCHEDULER = [
            ":victim.known]"),
     Mutant("pages not computed yet are cached", Scheduler, "_vacate",
            "int(min(table.length[slot] - 1, table.known[slot]))", "int(table.known[slot])"),
-    Mutant("catching up rewrites the tree's pages", Scheduler, "_catch_up",
-           "self.table.computed[request.slot] = cached", "pass", seed=74),
-    Mutant("the last prompt page is cached too early", Scheduler, "_chunk", "min(stop, known - 1)", "stop"),
+    Mutant("catching up rewrites the tree's pages", Prefills, "_catch_up",
+           "self._table.computed[request.slot] = cached", "pass", seed=74),
+    Mutant("the last prompt page is cached too early", Prefills, "chunk", "min(stop, known - 1)", "stop"),
     Mutant("an exact hit computes nothing", Scheduler, "_admit", "request.known - 1 if", "request.known if"),
     Mutant("scored prompts come from the cache", Scheduler, "_admit", "if not request.score else 0", ""),
     Mutant("the domain is lost", Request, "__init__", "submit.domain", 'b""'),
@@ -103,8 +104,8 @@ SCHEDULER = [
     Mutant("a page for each is one for all", RequestTable, "add_pages", "counts] = pages",
            "counts] = pages[0]"),
     Mutant("a failed step leaves its pages cached", Scheduler, "fail", "self.cache.flush()", "pass", seed=4),
-    Mutant("the budget is not counted down", Scheduler, "_plan_prefill",
-           "        budget -= chunks[-1].stop - chunks[-1].start\n    if admit", "    if admit"),
+    Mutant("the budget is not counted down", Prefills, "chunks", "budget -= chunks[-1].size", "pass"),
+    Mutant("a prompt has two chunks in one step", Prefills, "go_on", "if r not in served", ""),
     Mutant("queued tokens are miscounted", Waiting, "remove", "self.tokens -= request.known", "pass"),
     Mutant("waiting requests never time out", Scheduler, "_expire",
            "in [r for r in self.queue if not", "in [r for r in () if not"),

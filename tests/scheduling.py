@@ -319,7 +319,7 @@ class Run:
         assert sorted(pool._free[:pool.free].tolist()) == list(range(1, pool.total)) and not pool.owner.any()
         assert not tree._roots, f"{len(tree._roots)} domains are left"
         assert sorted(table._free) == list(range(1, self.limits.max_running + 1))
-        assert not self.scheduler._by_id and not len(self.scheduler._decoding) and not self.scheduler._prefilling
+        assert not self.scheduler._by_id and not len(self.scheduler._decoding) and not list(self.scheduler._prefills)
 
     # ---- inside
 

@@ -187,7 +187,7 @@ def test_the_first_difference_is_named(tmp_path, monkeypatch):
 
 
 def test_bisection_finds_the_step_that_breaks_the_ledger(tmp_path, monkeypatch):
-    plain, at = Scheduler.settle, 77
+    plain, at = Scheduler.settle, 70
 
     def settle(self, plan, result):
         outputs = plain(self, plan, result)
@@ -197,7 +197,7 @@ def test_bisection_finds_the_step_that_breaks_the_ledger(tmp_path, monkeypatch):
     monkeypatch.setattr(Scheduler, "settle", settle)
     record(tmp_path / "a")
     outcome = bisect(tmp_path / "a")
-    # With overlap step 78 is launched before step 77 is settled.
+    # With overlap the next step is launched before this one is settled.
     assert outcome.step == at + 1 and "the ledger says request in slot 3" in outcome.broken
     monkeypatch.undo()
     assert rerun(tmp_path / "a").step > at, "sound code decides otherwise, once the damage counts"

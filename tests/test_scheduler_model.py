@@ -36,6 +36,27 @@ class Model:
     def pages(self, tokens: int) -> int:
         return -(-tokens // self.page)
 
+    def admit(self, r: dict) -> bool:
+        need = self.pages(r["known"])
+        if len(self.running) == self.slots or self.running and len(self.running) >= self.free - need:
+            return False
+        self.waiting.remove(r)
+        if need > self.free:
+            return False
+        self.turns += not r["turn"]
+        r.update(pages=need, computed=0, turn=r["turn"] or self.turns)
+        self.free -= need
+        self.running.append(r)
+        return True
+
+    def cut(self, requests: list[dict], budget: int, cut: list) -> int:
+        for r in requests:
+            stop = min(r["known"], r["computed"] + budget)
+            if stop > r["computed"]:
+                cut.append((r, r["computed"], stop))
+            budget, r["computed"] = budget - stop + r["computed"], stop
+        return budget
+
     def plan(self) -> list[tuple[str, int, int]]:
         ranges, retracted, budget = [], False, self.chunk
         while True:
@@ -53,24 +74,23 @@ class Model:
         ranges += [(r["id"], r["known"] - 1, r["known"]) for r in decode]
         chunks = [r for r in self.running if r not in self.decoding]
         self.waiting.sort(key=lambda r: (0, r["turn"]) if r["turn"] else (1, -r["priority"]))
+        first, cut = chunks[0] if chunks else None, []
+        if first and first["known"] - first["computed"] > budget:
+            share, need = budget // 2, (first["known"] - first["computed"] - 1) // 2
+            able = lambda r: r["priority"] >= first["priority"] and r["known"] - r.get("computed", 0) <= need  # noqa: E731
+            early = sorted(filter(able, chunks), key=lambda r: r["known"] - r["computed"])
+            share = self.cut(early, share, cut)
+            for r in [] if retracted else [r for r in self.waiting if r.update(computed=0) or able(r)]:
+                if share <= 0 or not self.admit(r):
+                    break
+                share = self.cut([r], share, cut)
+            budget -= sum(stop - start for _, start, stop in cut)
         while not retracted and sum(r["known"] - r["computed"] for r in chunks) < budget and self.waiting:
-            r, need = self.waiting[0], self.pages(self.waiting[0]["known"])
-            if len(self.running) == self.slots or self.running and len(self.running) >= self.free - need:
+            r = self.waiting[0]
+            if not self.admit(r):
                 break
-            self.waiting.remove(r)
-            if need > self.free:
-                break
-            self.turns += not r["turn"]
-            r.update(pages=need, computed=0, turn=r["turn"] or self.turns)
-            self.free -= need
-            self.running.append(r)
             chunks.append(r)
-        cut = []
-        for r in chunks:
-            stop = min(r["known"], r["computed"] + budget)
-            if stop > r["computed"]:
-                cut.append((r, r["computed"], stop))
-            budget, r["computed"] = budget - stop + r["computed"], stop
+        self.cut([r for r in chunks if r not in [c[0] for c in cut]], budget, cut)
         cut.sort(key=lambda c: c[2] - c[1] > 1)
         ready = [r for r, _, stop in cut if stop == r["known"]]
         self.decoding += ready

@@ -31,10 +31,10 @@ class Server:
         self.prompts: dict[str, np.ndarray] = {}
         self.out: dict[str, list[int]] = {}
 
-    def submit(self, id: str, prompt: np.ndarray, **params) -> None:
+    def submit(self, id: str, prompt: np.ndarray, priority: int = 0, **params) -> None:
         self.prompts[id], self.out[id] = prompt, []
         params = SamplingParams(**{"max_tokens": 4, "temperature": 0.0, "ignore_eos": True} | params)
-        self.scheduler.submit(Submit(id, pack_ids(prompt), params, tenant=id), self.now)
+        self.scheduler.submit(Submit(id, pack_ids(prompt), params, tenant=id, priority=priority), self.now)
 
     def step(self) -> None:
         self.now += 0.01

@@ -19,6 +19,10 @@ class Chunk(NamedTuple):
     scores: int
     sample: bool
 
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
 
 class Plan(NamedTuple):
     """One step: the slots that decode a token each, and the prefill chunks. Sampled logit rows are those of `decode`,
@@ -39,7 +43,7 @@ class Plan(NamedTuple):
 
     @property
     def prompt_tokens(self) -> int:
-        return sum([c.stop - c.start for c in self.chunks])
+        return sum([c.size for c in self.chunks])
 
     def record(self) -> StepPlan:
         """The plan as plain integers."""

@@ -23,6 +23,7 @@ from .outlook import Growth, Pace
 from .outputs import StepOutputs, scored_outputs, token_logprobs
 from .plans import Chunk, Plan
 from .policy import POLICIES, View
+from .prefill import Prefills
 from .request import Request
 from .stats import SchedulerStats
 from .table import PENALISED, SCORED, RequestTable
@@ -44,7 +45,7 @@ class Scheduler:
         self._eos = tuple(sorted({i for i in limits.eos_ids if i < limits.vocab_size}))
         self.queue = Waiting(limits, self._policy)
         self._running: dict[int, Request] = {}          # by slot, in order of admission
-        self._prefilling: dict[Request, None] = {}
+        self._prefills = Prefills(limits, cache, self.table)
         self._decoding = np.zeros(0, np.int32)
         self._rows: tuple = (None,)                     # of the last plan: what there is about its slots
         self._by_id: dict[str, Request] = {}
@@ -117,7 +118,7 @@ class Scheduler:
         if not len(decode) and not chunks:
             self._timed = (now, None)
             return None
-        chunks.sort(key=lambda c: c.stop - c.start > 1)  # a batch has its rows of one token first
+        chunks.sort(key=lambda c: c.size > 1)  # a batch has its rows of one token first
         self._step += 1
         if decode is not self._rows[0]:  # slots that decode have the same requests for as long as the array is the same
             table, flags = self.table, self.table.flags[decode]
@@ -133,7 +134,7 @@ class Scheduler:
             table.length[chunk.slot] += chunk.sample
             if chunk.sample or chunk.stop >= chunk.request.known:
                 ready.append(chunk.slot)
-                del self._prefilling[chunk.request]
+                self._prefills.remove(chunk.request)
         if ready:
             self._decoding = np.concatenate([self._decoding, np.array(ready, np.int32)])
 
@@ -179,7 +180,7 @@ class Scheduler:
             prefix, path = self.table.pages[slot, :self.table.tree_pages[slot]], self.cache.tree.path(request.node)
             assert np.array_equal(prefix, path), f"request {request.id} reads pages {prefix}, locked are {path}"
             assert self.table.owner[slot] is request and request.slot == slot, f"slot {slot} is not {request.id}'s"
-        assert set(self._prefilling) <= set(self._running.values()), "a request prefills without a slot"
+        assert set(self._prefills) <= set(self._running.values()), "a request prefills without a slot"
         assert set(self._decoding.tolist()) <= set(self._running), "a slot decodes without a request"
         assert len(set(self._decoding.tolist())) == len(self._decoding), "a slot decodes twice"
         assert self.table.free + len(self._running) == self.limits.max_running, "a slot is lost"
@@ -231,7 +232,7 @@ class Scheduler:
         self._send_back(victim)
 
     def _send_back(self, victim: Request) -> None:
-        if victim in self._prefilling:
+        if victim in self._prefills:
             victim.scores = []     # scored again from the first token
         else:
             victim.score = False   # all scores are here or on their way
@@ -245,8 +246,7 @@ class Scheduler:
         """Make running requests give way to the best waiting one, if the policy wants it and it could then start."""
         while self._running and (pair := self._policy.preempt(self._running.values())):
             best, victim = pair
-            left = sum(r.known - int(self.table.computed[r.slot]) for r in self._prefilling)
-            if left >= self.limits.chunk or self._fits(best, view.cached(best)):
+            if self._prefills.tokens >= self.limits.chunk or self._fits(best, view.cached(best)):
                 return
             self._send_back(victim)
 
@@ -255,29 +255,44 @@ class Scheduler:
         return bool(self.table.free) and (not self._running or self._affords(request, need))
 
     def _plan_prefill(self, view: View, budget: int, admit: bool) -> list[Chunk]:
-        chunks, was_short, self._short = [], self._short, not admit
-        for request in self._prefilling:
-            if budget <= 0:
-                return chunks
-            self._catch_up(request)
-            chunks.append(self._chunk(request, budget))
-            budget -= chunks[-1].stop - chunks[-1].start
-        if admit and budget > 0 and self.table.free and self.queue:
-            changes, pages = self._tried
-            if was_short and not chunks and self._plans % LOOK_AGAIN and changes == self._changes \
-                    and pages >= self.cache.available:
-                self._short = True
-                return chunks
-            for request in self._policy.order(view):
-                if budget <= 0 or not self.table.free:
-                    break
-                if request.left == self._plans:
-                    continue  # its last token may still be in flight
-                if not self._admit(request, view.now):
-                    self._short, self._tried = True, (self._changes, self.cache.available)
-                    break
-                chunks.append(self._chunk(request, budget))
-                budget -= chunks[-1].stop - chunks[-1].start
+        was_short, self._short = self._short, not admit
+        chunks: list[Chunk] = []
+        tokens, need, priority = self._prefills.share(budget)
+        if tokens:
+            chunks = self._prefills.overtake(tokens, need, priority)
+            tokens -= sum([c.size for c in chunks])
+            if admit and tokens > 0:
+                chunks += self._plan_admission(view, tokens, was_short, (need, priority))
+        chunks += self._prefills.go_on(budget - sum([c.size for c in chunks]), chunks)
+        budget -= sum([c.size for c in chunks])
+        if admit and budget > 0:
+            chunks += self._plan_admission(view, budget, was_short and not chunks)
+        return chunks
+
+    def _plan_admission(self, view: View, budget: int, was_short: bool,
+                        overtaking: tuple[int, int] | None = None) -> list[Chunk]:
+        """First chunks of waiting requests. overtaking: only of those that need at most so many tokens and have this
+        priority at least."""
+        chunks: list[Chunk] = []
+        if not self.queue or not self.table.free:
+            return chunks
+        changes, pages = self._tried
+        if was_short and self._plans % LOOK_AGAIN and changes == self._changes and pages >= self.cache.available:
+            self._short = True
+            return chunks
+        for request in self._policy.order(view):
+            if budget <= 0 or not self.table.free:
+                break
+            if request.left == self._plans:
+                continue  # its last token may still be in flight
+            if overtaking and (request.priority < overtaking[1]
+                               or request.known - view.cached(request) > overtaking[0]):
+                continue
+            if not self._admit(request, view.now):
+                self._short, self._tried = True, (self._changes, self.cache.available)
+                break
+            chunks.append(self._prefills.chunk(request, budget))
+            budget -= chunks[-1].size
         return chunks
 
     def _admit(self, request: Request, now: float) -> bool:
@@ -312,7 +327,7 @@ class Scheduler:
         self._policy.charge(request.tenant, len(ids) - len(pages) * size, 0)
         self.stats.admitted(request, len(pages) * size, now)
         self._running[slot] = request
-        self._prefilling[request] = None
+        self._prefills.add(request)
         return True
 
     def _affords(self, request: Request, need: int) -> bool:
@@ -324,38 +339,6 @@ class Scheduler:
             return True
         slots = np.fromiter(self._running, np.int32, len(self._running))
         return growth.fits(table, slots, request, limits.page_size, free)
-
-    def _catch_up(self, request: Request) -> None:
-        """Skip prompt tokens whose pages another request has put into the tree since this one was admitted."""
-        if request.score:
-            return
-        cached = self.cache.cached_tokens(request.stored, request.domain, request.known - 1)
-        if cached > int(self.table.computed[request.slot]):
-            self._commit(request, cached)
-            self.table.computed[request.slot] = cached
-
-    def _chunk(self, request: Request, budget: int) -> Chunk:
-        """The next tokens of a prefilling request; its full pages go to the tree now, since steps run in order.
-
-        Its last token's page does not, nor do scored prompts': the tree may have that page already, and a page of the
-        tree is never written.
-        """
-        slot, start, known = request.slot, int(self.table.computed[request.slot]), request.known
-        if request.score:
-            budget = min(budget, self.limits.score_rows)
-        stop = min(known, start + budget)
-        sample = stop == known and known - request.prompt_len < request.limit
-        scores = max(0, min(stop, request.prompt_len - 1) - start) if request.score else 0
-        self.table.computed[slot] = stop
-        if not request.score:
-            self._commit(request, min(stop, known - 1))
-        return Chunk(request, slot, start, stop, scores, sample)
-
-    def _commit(self, request: Request, computed: int) -> None:
-        slot, table = request.slot, self.table
-        shared = int(table.tree_pages[slot])
-        table.tree_pages[slot], request.node = self.cache.commit(
-            table.tokens[slot, :computed], table.pages[slot], shared, slot, request.domain, request.node, request.use)
 
     def _count_shares(self) -> None:
         """Tell the policy how many tokens each running request has produced since it was last told."""
@@ -472,13 +455,13 @@ class Scheduler:
         slot, table = request.slot, self.table
         self._changes += 1
         computed = int(table.computed[slot])
-        if request in self._prefilling:
-            del self._prefilling[request]
+        if request in self._prefills:
+            self._prefills.remove(request)
         else:
             computed = max(computed, int(min(table.length[slot] - 1, table.known[slot])))
             self._decoding = self._decoding[self._decoding != slot]
         self._policy.charge(request.tenant, 0, int(table.known[slot] - table.charged[slot]))
-        self._commit(request, computed)
+        self._prefills.commit(request, computed)
         row = table.pages[slot, :table.page_count[slot]].copy()
         self.cache.release(row, int(table.tree_pages[slot]), slot, request.node, request.use, request.hint)
         del self._running[slot]
