@@ -18,6 +18,7 @@ from isthmus.core.cli.terminal import MAX_INPUT, read_input
 from isthmus.core.config import Config
 from isthmus.core.errors import ConfigError
 from isthmus.core.logs import announce
+from isthmus.core.settings import list_settings
 
 from .checkpoints import tiny_llama_gguf
 
@@ -156,6 +157,14 @@ def test_flags_become_settings_by_name():
     assert given_settings(arguments) == {"prefix_cache": False, "strict": True, "port": "1",
                                          "platform_option": ["a=b", "c=d"]}
     assert given_settings(parser.parse([])) == {}
+
+
+@pytest.mark.parametrize("flag", [s.flag for s in list_settings().values() if s.type in (int, float) or s.meta("unit")])
+@pytest.mark.parametrize("value", ["-1GiB", "-.5MiB", "-2e9", "-5x"])
+def test_a_size_below_zero_is_named_and_not_taken_for_an_option(flag, value, capsys):
+    assert main(["explain", flag, value]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"isthmus: {flag}: '{value}' is not a") and "expected one argument" not in error
 
 
 @pytest.mark.parametrize("command", ["serve", "explain"])

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import shutil
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -41,6 +42,7 @@ class Parser(argparse.ArgumentParser):
             formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(
                 prog, max_help_position=34, width=min(shutil.get_terminal_size().columns, 120)))
         self.extra = f"; {command.extra}" if command.extra else ""
+        self._negative_number_matcher = re.compile(r"-\.?\d")  # "-1GiB" is a value too: who checks it names it
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message} (see `{self.prog} --help`)")
