@@ -13,6 +13,7 @@ import pytest
 from isthmus.core.scheduler import batch
 from isthmus.core.scheduler.prefill import Prefills
 from isthmus.core.scheduler.request import History, Request
+from isthmus.core.scheduler.rows import Rows
 from isthmus.core.scheduler.scheduler import Scheduler
 from isthmus.core.scheduler.table import RequestTable
 from isthmus.core.scheduler.waiting import Waiting
@@ -75,12 +76,11 @@ SCHEDULER = [
     Mutant("a stop is not looked for", Scheduler, "_take_all", " | table.may_stop(tokens)", ""),
     Mutant("stop ids of one that left are forgotten", RequestTable, "give_back",
            "self._stops[stops] -= 1", "self._stops[stops] = 0"),
-    Mutant("the last token is not the last", Scheduler, "_take_all", "known >= table.end[slots]",
-           "known > table.end[slots]"),
+    Mutant("the last token is not the last", Scheduler, "_take_all", "known >= rows.end", "known > rows.end"),
     Mutant("a result goes to the slot's next request", Scheduler, "_take_all",
-           "(table.generation[slots] != plan.generations)", "(slots < 0)", seed=40),
-    Mutant("log-probabilities are told twice", Scheduler, "_take_all", "told = flags & SCORED == 0",
-           "told = flags >= 0"),
+           "(table.generation[slots] != rows.generations)", "(slots < 0)", seed=40),
+    Mutant("log-probabilities are told twice", Scheduler, "_take_all", "rows.scored, rows.plain",
+           "rows.scored, rows.flags >= 0"),
     Mutant("penalties miss the output of most steps", Scheduler, "_take_all", "request.history.add(token)", "pass"),
     Mutant("one token too many", Scheduler, "_plan_decode", "length < table.end[slots]", "length <= table.end[slots]"),
     Mutant("a retracted request draws anew", RequestTable, "take", "ids[-1], request.prompt_len,",
@@ -88,13 +88,16 @@ SCHEDULER = [
     Mutant("a retracted request loses its scores", Scheduler, "_send_back", "victim.score = False",
            "victim.scores = []", seed=18),
     Mutant("scores of a broken prefill stay", Scheduler, "_send_back", "victim.scores = []", "pass"),
-    Mutant("penalties miss the pending token", batch, "_penalties", "(unknown & penalised)", "(unknown & False)"),
+    Mutant("penalties miss the pending token", batch, "_penalties", "tokens[penalised] == -1", "False"),
     Mutant("penalties miss the output", Scheduler, "_append", "request.history.add(token)", "pass"),
     Mutant("penalties lose a new token", History, "add", "self.size += 1", "pass"),
-    Mutant("stop ids are banned one token too long", batch, "_bias", "< table.min_tokens[owners]",
-           "<= table.min_tokens[owners]", seed=1),
-    Mutant("logit bias reaches the wrong row", batch, "_bias", "Bias(rows.repeat(sizes)",
-           "Bias(rows[:1].repeat(sum(sizes))"),
+    Mutant("stop ids are banned one token too long", batch, "_bias", "< rows.min_tokens",
+           "<= rows.min_tokens", seed=1),
+    Mutant("stop ids are banned for as long as the rows stay", batch, "_bias", "rows.bias[0] != told", "False"),
+    Mutant("a draw is that of another position", Rows, "uniform", "return self._draws[ahead]",
+           "return self._draws[0]"),
+    Mutant("logit bias reaches the wrong row", batch, "_make_bias", "Bias(some.repeat(sizes)",
+           "Bias(some[:1].repeat(sum(sizes))"),
     Mutant("prompt tokens are scored one off", batch, "_logit_rows", "chunk.start + 1:chunk.start + 1 + chunk.scores]",
            "chunk.start:chunk.start + chunk.scores]"),
     Mutant("a chunk reads pages past its end", batch, "_page_table", "pages[row, -(-length // page_size):] = 0",

@@ -106,6 +106,28 @@ def test_depth_first_keeps_domains_apart():
     assert order in (["x", "x", "y", "y"], ["y", "y", "x", "x"])
 
 
+def test_depth_first_goes_on_with_the_branch_it_has_begun():
+    """One is taken in each step, and more come for the other branch meanwhile: it waits until this one is done."""
+    a, b = [1] * 8, [2] * 8
+    policy = queue("dfs-weight", *(request(f"a{i}", prompt=[*a, i]) for i in range(3)),
+                   *(request(f"b{i}", prompt=[*b, i]) for i in range(2)))
+    cached, got = {f"{x}{i}": 8 for x in "ab" for i in range(9)}, taken(policy, 1, cached={"a0": 8, "a1": 8, "a2": 8})
+    for i in range(2, 6):
+        policy.add(request(f"b{i}", prompt=[*b, i]))
+        got += taken(policy, 1, cached=cached)
+    assert got[:3] == ["a0", "a1", "a2"] and got[3][0] == got[4][0] == "b"
+
+
+def test_depth_first_forgets_what_it_gave_and_nobody_took():
+    """Who does not fit stays; the branch that was begun is the one of the last that was taken."""
+    requests = [request(f"a{i}", prompt=[1, 1, i]) for i in range(3)] + [request("b0", prompt=[2, 2, 0])]
+    policy = queue("dfs-weight", *requests)
+    assert taken(policy, 1, cached=dict.fromkeys(("a0", "a1", "a2", "b0"), 2)) == ["a0"]
+    next(policy.order(View(lambda r: 2, 1.0)))
+    policy.remove(requests[3])
+    assert taken(policy, 2, cached={"a1": 2, "a2": 2}) == ["a1", "a2"] and policy._given is None
+
+
 # ---- shortest first
 
 def test_the_shortest_prefill_first_and_cached_tokens_count():
@@ -151,6 +173,59 @@ def test_a_better_request_takes_the_place_of_a_worse_one(what, overlap):
     assert not any(t.finish for rid, t in run.tracks.items() if rid != high), "nobody else had to end for it"
     run.finish()
     assert {t.finish for t in run.tracks.values()} == {"length"}
+
+
+def crowded(*requests: tuple[int, int], pages: int) -> Run:
+    """Running requests with these priorities and prompts of so many tokens, none of which ends soon or shares any."""
+    run = Run(page=4, pages=pages, policy="priority", max_running=8, running_timeout=1e6, waiting_timeout=1e6)
+    for i, (priority, size) in enumerate(requests):
+        run.submit([*range(7 * i, 7 * i + size)], priority=priority, max_tokens=20, **LONG)
+        run.step()
+    assert run.scheduler.running == len(requests)
+    return run
+
+
+def must_go(run: Run, need: int, priority: int) -> int | None:
+    """How many of the running requests, worst first, have to go until one that needs so many pages may start."""
+    running, table = list(run.scheduler._running.values()), run.scheduler.table
+    grows = [table.length[r.slot] > table.page_count[r.slot] * 4 for r in running]
+    free = run.cache.available - need - sum(grows)
+    for gone in range(len(running) + 1):
+        if free > len(running) - gone or gone == len(running) and free >= 0:
+            return gone
+        worst = min(reversed([r for r in running if r.slot]), key=lambda r: r.priority, default=None)
+        if worst is None or worst.priority >= priority:
+            return None
+        at = running.index(worst)
+        free += int(table.page_count[worst.slot]) + grows[at]
+        running[at] = request("gone", priority=99)
+    return None
+
+
+@pytest.mark.parametrize("prompt", range(1, 46, 4))
+@pytest.mark.parametrize("others", [((5, 20), (0, 11), (0, 11), (0, 11)), ((5, 20), (5, 20), (0, 3), (0, 3)),
+                                    ((0, 30), (1, 3), (2, 3), (5, 3))])
+def test_as_many_give_way_as_it_takes_and_nobody_in_vain(others, prompt):
+    run = crowded(*others, pages=sum(-(-size // 4) + 2 for _, size in others) + 2)
+    high = run.submit([39 - i % 40 for i in range(prompt)], priority=3, max_tokens=2, **LONG)
+    gone = must_go(run, -(-prompt // 4), 3)
+    run.step()
+    assert run.scheduler.stats.preemptions == (gone or 0)
+    assert (high in [r.id for r in run.scheduler._running.values()]) == (gone is not None)
+    run.finish()
+
+
+def test_pages_that_better_ones_share_are_not_counted_as_set_free():
+    """The worse one's prompt is that of one that stays, but for its end: giving way frees its own pages alone."""
+    run = Run(page=4, pages=20, policy="priority", max_running=8, running_timeout=1e6, waiting_timeout=1e6)
+    for priority, end in ((5, 1), (0, 2)):
+        run.submit([*range(24), end], priority=priority, max_tokens=20, **LONG)
+        run.step()
+    run.submit([*range(40)][::-1], priority=3, max_tokens=2, **LONG)
+    for _ in range(4):
+        run.step()
+        assert run.scheduler.stats.preemptions == 0
+    run.finish()
 
 
 def test_who_has_aged_is_not_sent_back():

@@ -117,6 +117,22 @@ def test_also_when_the_first_is_aborted_in_the_middle(after):
     assert server.computed <= ONCE
 
 
+@pytest.mark.parametrize("policy", POLICIES.names())
+@pytest.mark.parametrize("chunk", [100, 512, 4096])
+def test_they_take_memory_for_it_once(chunk, policy):
+    """All eight run at once where there is room for the prefix and eight endings, and none is sent back."""
+    ending = -(-(PREFIX + SUFFIX + 4) // PAGE) - PREFIX // PAGE
+    server = Server(chunk, policy, PREFIX // PAGE + REQUESTS * (ending + 1) + 1)  # one more each: admission's margin
+    for i, prompt in enumerate(crowd()):
+        server.submit(f"r{i}", prompt, max_tokens=4)
+    most = 0
+    while not all(server.out.values()):
+        server.step()
+        most = max(most, server.scheduler.running)
+    server.finish()
+    assert server.scheduler.stats.preemptions == 0 and most == REQUESTS
+
+
 def test_two_crowds_at_once_compute_two_prefixes():
     server = Server(512)
     both = zip(crowd(1)[:4], crowd(2)[:4], strict=True)

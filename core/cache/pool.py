@@ -20,6 +20,7 @@ import numpy as np
 log = logging.getLogger(__name__)
 
 FREE, TREE, TRANSFER, SESSION, QUARANTINE = 0, -1, -2, -3, -4
+_MANY = 512  # pages from which on it pays to look whether they follow each other
 _NAMES = {FREE: "free", TREE: "tree", TRANSFER: "transfer", SESSION: "session", QUARANTINE: "quarantine"}
 
 
@@ -85,9 +86,9 @@ class PagePool:
         if count > top:
             return None
         pages = self._free[top - count:top][::-1].copy()
-        at = pages.astype(np.intp)  # indexing makes one of it each time otherwise
+        at = self._index(pages)
         self._top = top - count
-        if np.count_nonzero(self.owner.take(at)):  # FREE is 0
+        if np.count_nonzero(self.owner[at]):  # FREE is 0
             return self._alloc_again(pages, owner)
         self.owner[at] = owner
         return pages
@@ -103,26 +104,27 @@ class PagePool:
 
     def release(self, pages: np.ndarray, owner: int) -> None:
         """Give pages back. A page that `owner` does not own, or that is named twice, is a violation and stays out."""
-        at = self._owned(pages, owner, "released")
-        self.generation[at] = numbers = self._numbers(len(at))
-        found = self.generation.take(at)
-        if not _all_are(found, numbers):  # of a page that is named twice the later number stays
-            twice = np.unique(at[found != numbers])
-            self._violation(twice, f"released twice in one call by {owner_name(owner)}", owner)
-            at = at[~np.isin(at, twice)]
+        pages, at = self._owned(pages, owner, "released")
+        self.generation[at] = numbers = self._numbers(len(pages))
+        if not isinstance(at, slice):
+            found = self.generation.take(at)
+            if not _all_are(found, numbers):  # of a page that is named twice the later number stays
+                twice = np.unique(at[found != numbers])
+                self._violation(twice, f"released twice in one call by {owner_name(owner)}", owner)
+                pages = at = at[~np.isin(at, twice)]
         self.owner[at] = FREE
-        self._push(at)
+        self._push(pages)
 
     def transfer(self, pages: np.ndarray, source: int, target: int) -> None:
         """Hand pages from one owner to another; their generation stays."""
-        self.owner[self._owned(pages, source, "handed on")] = target
+        self.owner[self._owned(pages, source, "handed on")[1]] = target
 
     def check(self, pages: np.ndarray, generations: np.ndarray, owner: int) -> None:
         """Before a write or an adoption: the pages are still `owner`'s and of these generations."""
-        at = self._owned(pages, owner, "used")
-        stale = self.generation[at] != np.asarray(generations, np.uint32)[:len(at)]
+        pages, at = self._owned(pages, owner, "used")
+        stale = self.generation[at] != np.asarray(generations, np.uint32)[:len(pages)]
         if stale.any():
-            self._violation(at[stale], "used with a stale generation", owner)
+            self._violation(pages[stale], "used with a stale generation", owner)
 
     def verify(self, tree: np.ndarray | list[int], held: dict[int, np.ndarray | list[int]]) -> int:
         """Conservation by identity: free + tree + held + quarantined is every page once, each with that owner.
@@ -150,17 +152,29 @@ class PagePool:
             raise OwnershipError(f"{len(lost)} pages have no holder, such as {lost[:8].tolist()}")
         return named
 
-    def _owned(self, pages: np.ndarray, owner: int, done: str) -> np.ndarray:
-        """Those of `pages` that `owner` owns, as indices; the others are a violation."""
-        at = np.asarray(pages, np.intp)
-        owners = self.owner.take(at)
+    def _owned(self, pages: np.ndarray, owner: int, done: str) -> tuple[np.ndarray, np.ndarray | slice]:
+        """Those of `pages` that `owner` owns, and as an index; the others are a violation."""
+        at = self._index(pages)
+        owners = self.owner[at]
         if not _all_are(owners, owner):
-            wrong = owners != owner
-            strange = at[wrong & (owners != QUARANTINE)]  # one under quarantine may still be named by its holder
+            pages, wrong = np.asarray(pages, np.intp), owners != owner
+            strange = pages[wrong & (owners != QUARANTINE)]  # one under quarantine may still be named by its holder
             if len(strange):
                 self._violation(strange, f"{done} by {owner_name(owner)}", owner)
-            at = at[~wrong]
-        return at
+            pages = at = pages[~wrong]
+        return pages, at
+
+    def _index(self, pages: np.ndarray) -> np.ndarray | slice:
+        """What picks these pages out of a column: a slice where many follow each other up or down, which is several
+        times as fast."""
+        count = len(pages)
+        if count >= _MANY:
+            first, last = int(pages[0]), int(pages[-1])
+            step = 1 if last > first else -1
+            if last - first == step * (count - 1) and min(first, last) > 0 and max(first, last) < self.total \
+                    and not np.count_nonzero(pages[1:] - pages[:-1] != step):
+                return slice(first, last + step, step)
+        return np.asarray(pages, np.intp)  # indexing makes one of it each time otherwise
 
     def _numbers(self, count: int) -> np.ndarray:
         """The next `count` numbers of releases, uint32."""

@@ -114,5 +114,5 @@ def _request(trace: Trace, i: int, own: int, ends: bool) -> Submit:
 
 def _tokens(plan: Plan, own: int) -> np.ndarray:
     """Each request samples its own token."""
-    requests = [*plan.owners.tolist(), *(c.request for c in plan.chunks if c.sample)]
+    requests = [*plan.rows.owners.tolist(), *(c.request for c in plan.chunks if c.sample)]
     return np.array([own + int(r.id) for r in requests], np.int32)

@@ -6,18 +6,8 @@ import numpy as np
 from ..plan import Batch, Bias, Penalties, Sampling
 from ..specs import Bucket, Buckets
 from .plans import Plan
-from .table import (
-    BIASED,
-    DRAWN,
-    MIN_P,
-    MIN_TOKENS,
-    PENALISED,
-    SCORED,
-    TOP_K,
-    TOP_P,
-    RequestTable,
-    draw,
-)
+from .rows import Rows
+from .table import BIASED, DRAWN, MIN_P, MIN_TOKENS, PENALISED, SCORED, TOP_K, TOP_P, RequestTable
 
 
 def _i32(parts: list[np.ndarray]) -> np.ndarray:
@@ -38,10 +28,11 @@ def build_batch(plan: Plan, table: RequestTable, page_size: int,
     decode, chunks, lengths = plan.decode, plan.chunks, plan.lengths
     last = lengths - 1
     tokens = np.where(table.known[decode] > last, table.last[decode], np.int32(-1))
-    seqs, positions, rows = decode, last, np.arange(len(decode), dtype=np.int32)
+    seqs, positions, starts = decode, last, plan.rows.numbers
+    rows = starts[:-1]
     slots = table.pages[decode, last // page_size] * np.int32(page_size) + last % np.int32(page_size)
-    starts = np.arange(len(decode) + len(chunks) + 1, dtype=np.int32)
     if chunks:
+        starts = np.arange(len(decode) + len(chunks) + 1, dtype=np.int32)
         seqs = _i32([decode, np.array([c.slot for c in chunks], np.int32)])
         counts = np.array([c.stop - c.start for c in chunks], np.int32)
         starts[len(decode) + 1:] = len(decode) + np.cumsum(counts)
@@ -51,8 +42,8 @@ def build_batch(plan: Plan, table: RequestTable, page_size: int,
         lengths = _i32([lengths, np.array([c.stop for c in chunks], np.int32)])
         slots = _i32([slots] + [_chunk_slots(table.pages[c.slot], c.start, c.stop, page_size) for c in chunks])
     pages = _page_table(table, seqs, lengths, len(decode), page_size)
-    logit_rows, targets, owners = _logit_rows(plan, starts, table)
-    sampling = _sampling(plan, table, owners, tokens[logit_rows] == -1)
+    logit_rows, targets, sampled = _logit_rows(plan, starts, table)
+    sampling = _sampling(plan, table, sampled, tokens[logit_rows])
     batch = Batch(tokens, positions, slots, rows, seqs, starts, lengths, pages, logit_rows, targets, sampling)
     if buckets is None:
         return batch, None
@@ -76,13 +67,13 @@ def _page_table(table: RequestTable, seqs: np.ndarray, lengths: np.ndarray, deco
     return pages
 
 
-def _logit_rows(plan: Plan, starts: np.ndarray, table: RequestTable) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Which tokens' logits are wanted, the target of each (-1 = sample), and the slots of those that are sampled, 0 for
-    others. A lone padding row if there is none."""
+def _logit_rows(plan: Plan, starts: np.ndarray, table: RequestTable) -> tuple[np.ndarray, np.ndarray, Rows]:
+    """Which tokens' logits are wanted, the target of each (-1 = sample), and the rows of those that are sampled, slot 0
+    for others. A lone padding row if there is none."""
     count = len(plan.decode)
     if not plan.chunks:
-        return np.arange(count, dtype=np.int32), np.full(count, -1, np.int32), plan.decode
-    rows, targets, owners = [starts[:count]], [np.full(count, -1, np.int32)], [plan.decode]
+        return plan.rows.numbers[:-1], plan.rows.untold, plan.rows
+    rows, targets, owners = [starts[:count]], [plan.rows.untold], [plan.decode]
     for chunk, first in zip(plan.chunks, starts[count:-1].tolist(), strict=True):
         if chunk.scores:
             rows.append(np.arange(first, first + chunk.scores))
@@ -93,54 +84,60 @@ def _logit_rows(plan: Plan, starts: np.ndarray, table: RequestTable) -> tuple[np
             targets.append(np.array([-1]))
             owners.append(np.array([chunk.slot]))
     if not any(map(len, rows)):
-        return np.zeros(1, np.int32), np.full(1, -2, np.int32), np.zeros(1, np.int32)
-    return _i32(rows), _i32(targets), _i32(owners)
+        return np.zeros(1, np.int32), np.full(1, -2, np.int32), Rows(table, np.zeros(1, np.int32))
+    return _i32(rows), _i32(targets), Rows(table, _i32(owners))
 
 
-def _sampling(plan: Plan, table: RequestTable, owners: np.ndarray, unknown: np.ndarray) -> Sampling:
-    """Parameters of each logit row from its slot's columns; a scored or padding row (slot 0) is greedy and plain."""
-    flags, asked = plan.flags, plan.asked
-    if plan.chunks:
-        flags = table.flags[owners]
-        asked = int(np.bitwise_or.reduce(flags))
+def _sampling(plan: Plan, table: RequestTable, rows: Rows, tokens: np.ndarray) -> Sampling:
+    """Parameters of each logit row from its slot's columns; a scored or padding row (slot 0) is greedy and plain.
+    tokens: the input of each."""
+    asked = rows.asked
     k = max((c.request.params.prompt_logprobs for c in plan.chunks if c.scores), default=-1)
     if asked & SCORED:
-        k = max(k, int(table.logprobs[owners].max()))
+        k = max(k, rows.top)
     top = None if k < 0 else np.zeros(k, np.int32)
-    penalties = _penalties(table, owners, flags & PENALISED > 0, unknown) if asked & PENALISED else None
-    steps = table.length[owners] - table.prompt_len[owners]
-    bias = _bias(table, owners, flags, steps) if asked & (BIASED | MIN_TOKENS) else None
+    steps = table.length[rows.slots] - rows.prompt_len
+    penalties = _penalties(rows, tokens) if asked & PENALISED else None
+    bias = _bias(rows, steps) if asked & (BIASED | MIN_TOKENS) else None
     if not asked & DRAWN:
         return Sampling(penalties=penalties, bias=bias, top_logprobs=top)
-    return Sampling(table.temperature[owners], draw(table.seed[owners], steps),
-                    table.top_k[owners] if asked & TOP_K else None, table.top_p[owners] if asked & TOP_P else None,
-                    table.min_p[owners] if asked & MIN_P else None, penalties, bias, None, top)
+    return Sampling(rows.temperature, rows.uniform(steps), rows.top_k if asked & TOP_K else None,
+                    rows.top_p if asked & TOP_P else None, rows.min_p if asked & MIN_P else None, penalties, bias,
+                    None, top)
 
 
-def _penalties(table: RequestTable, owners: np.ndarray, penalised: np.ndarray, unknown: np.ndarray) -> Penalties:
-    rows = penalised.nonzero()[0]
-    histories = [request.history for request in table.owner[owners[rows]].tolist()]
-    return Penalties(rows.astype(np.int32).repeat([h.size for h in histories]),
-                     np.concatenate([h.ids for h in histories]), np.concatenate([h.counts for h in histories]),
-                     (unknown & penalised).astype(np.int32), table.repetition[owners], table.presence[owners],
-                     table.frequency[owners])
+def _penalties(rows: Rows, tokens: np.ndarray) -> Penalties:
+    penalised = rows.penalised
+    histories = [request.history for request in rows.owners[penalised].tolist()]
+    pending = np.zeros(len(tokens), np.int32)
+    pending[penalised] = tokens[penalised] == -1
+    return Penalties(penalised.repeat([h.size for h in histories]), np.concatenate([h.ids for h in histories]),
+                     np.concatenate([h.counts for h in histories]), pending, rows.repetition, rows.presence,
+                     rows.frequency)
 
 
-def _bias(table: RequestTable, owners: np.ndarray, flags: np.ndarray, steps: np.ndarray) -> Bias | None:
+def _bias(rows: Rows, steps: np.ndarray) -> Bias | None:
     """logit_bias, and a ban on every stop id while fewer than min_tokens are out."""
-    banned = steps < table.min_tokens[owners]
-    rows = (banned | (flags & BIASED > 0)).nonzero()[0].astype(np.int32)
-    if not len(rows):
+    banned = steps < rows.min_tokens
+    told = banned.tobytes()
+    if rows.bias is None or rows.bias[0] != told:
+        rows.bias = told, _make_bias(rows, banned)
+    return rows.bias[1]
+
+
+def _make_bias(rows: Rows, banned: np.ndarray) -> Bias | None:
+    some = (banned | (rows.flags & BIASED > 0)).nonzero()[0].astype(np.int32)
+    if not len(some):
         return None
     sizes, ids, values = [], [], []
-    for request, ban in zip(table.owner[owners[rows]].tolist(), banned[rows].tolist(), strict=True):
+    for request, ban in zip(rows.owners[some].tolist(), banned[some].tolist(), strict=True):
         ids.append(request.bias_ids)
         values.append(request.bias_values)
         if ban:
             ids.append(request.ban_ids)
             values.append(np.full(len(request.ban_ids), -np.inf, np.float32))
         sizes.append(len(request.bias_ids) + ban * len(request.ban_ids))
-    return Bias(rows.repeat(sizes), np.concatenate(ids), np.concatenate(values))
+    return Bias(some.repeat(sizes), np.concatenate(ids), np.concatenate(values))
 
 
 def pad_batch(batch: Batch, bucket: Bucket) -> Batch:

@@ -7,6 +7,7 @@ import numpy as np
 
 from ..plan import Range, StepPlan
 from .request import Request
+from .rows import Rows
 
 
 class Chunk(NamedTuple):
@@ -28,18 +29,15 @@ class Plan(NamedTuple):
     """One step: the slots that decode a token each, and the prefill chunks. Sampled logit rows are those of `decode`,
     then those of the chunks; each chunk's scored rows come before its sampled one.
 
-    lengths: of the rows in `decode`, with the token that they compute. owners, generations, flags: the requests in
-    these slots, the slots' generations and what the requests ask for, when it was planned. asked: all flags in one.
+    lengths: of the rows in `decode`, with the token that they compute. rows: what there is about them, as it was when
+    this was planned.
     """
 
     step: int
     decode: np.ndarray
     lengths: np.ndarray
     chunks: list[Chunk]
-    owners: np.ndarray
-    generations: np.ndarray
-    flags: np.ndarray
-    asked: int
+    rows: Rows
 
     @property
     def prompt_tokens(self) -> int:

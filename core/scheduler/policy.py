@@ -149,17 +149,31 @@ class LongestPrefixMatch(FirstComeFirstServed):
 class DepthFirstWeight(FirstComeFirstServed):
     """As "lpm", but depth first through the tree of cached prefixes, at each branch where most requests wait.
 
-    Requests of one branch follow each other, so that its pages need not give way to another's in between.
+    Requests of one branch follow each other, also from step to step, so that its pages need not give way to another's
+    in between: a branch that was begun is finished first.
     """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._given: Request | None = None              # last, and it still waits
+        self._last: tuple[bytes, bytes] | None = None   # domain and tokens of the last one that waits no more
+
+    def remove(self, request: Request) -> None:
+        if request is self._given:
+            self._given, self._last = None, (request.domain, request.stored)
+        super().remove(request)
 
     def order(self, view: View) -> Iterator[Request]:
         for free, run in self._by_class(view):
-            yield from self._walk(run, view) if free and len(run) > 1 else run
+            for request in self._walk(run, view) if free and len(run) > 1 else run:
+                self._given = request
+                yield request
 
     def _walk(self, run: list[Request], view: View) -> Iterator[Request]:
         paths = sorted(((r.domain, r.stored[:4 * view.cached(r)], i, r) for i, r in enumerate(run)),
                        key=lambda path: path[:3])
         shared = [-1] + [_common(a, b) for a, b in itertools.pairwise(paths)]
+        near, begun = self._nearest(paths)
         stack = [(0, len(paths))]
         while stack:
             start, stop = stack.pop()
@@ -169,8 +183,16 @@ class DepthFirstWeight(FirstComeFirstServed):
             least = min(shared[start + 1:stop])
             cuts = [start, *(i for i in range(start + 1, stop) if shared[i] == least), stop]
             branches = list(itertools.pairwise(cuts))
-            branches.sort(key=lambda b: (b[1] - b[0], -min(p[2] for p in paths[b[0]:b[1]])))
-            stack += branches  # the heaviest is taken next
+            branches.sort(key=lambda b: (near > least and b[0] <= begun < b[1], b[1] - b[0],
+                                         -min(p[2] for p in paths[b[0]:b[1]])))
+            stack += branches  # the one that was begun is taken next, else the heaviest
+
+    def _nearest(self, paths: list[tuple]) -> tuple[int, int]:
+        """Bytes that the request taken last shares with the path nearest to its own, and which one that is."""
+        if self._last is None:
+            return -1, 0
+        at = bisect_left(paths, self._last, key=lambda path: path[:2])
+        return max((_common(paths[i], self._last), i) for i in (at - 1, at) if 0 <= i < len(paths))
 
 
 def _common(a: tuple, b: tuple) -> int:

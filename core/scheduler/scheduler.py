@@ -23,10 +23,12 @@ from .outlook import Growth, Pace
 from .outputs import StepOutputs, scored_outputs, token_logprobs
 from .plans import Chunk, Plan
 from .policy import POLICIES, View
+from .preemption import victims
 from .prefill import Prefills
 from .request import Request
+from .rows import Rows
 from .stats import SchedulerStats
-from .table import PENALISED, SCORED, RequestTable
+from .table import RequestTable
 from .waiting import Waiting
 
 NOT_A_NUMBER = "the model's output is not a number (NaN): its weights are broken, or the way they are computed with is"
@@ -47,13 +49,14 @@ class Scheduler:
         self._running: dict[int, Request] = {}          # by slot, in order of admission
         self._prefills = Prefills(limits, cache, self.table)
         self._decoding = np.zeros(0, np.int32)
-        self._rows: tuple = (None,)                     # of the last plan: what there is about its slots
+        self._rows = Rows(self.table, self._decoding)   # of the last plan
         self._by_id: dict[str, Request] = {}
         self._ended: list[TokenOutput] = []
         self._handles, self._turns = itertools.count(1), itertools.count(1)
         self._step = self._plans = self._changes = 0
         self._short = False                             # free slots cannot be filled now: memory is short
         self._tried = (0, 0)                            # changes and available pages when that was found
+        self._futile = -1                               # changes when nobody could make room for the best one
         self._next_expiry = 0.0
         self._timed: tuple[float, Plan | None] = (0.0, None)  # the last plan's time, the step settled since
 
@@ -112,7 +115,7 @@ class Scheduler:
         if self.queue and self._plans % LOOK_AGAIN == 0:
             self._count_shares()
         view = View(lambda r: self.cache.cached_tokens(r.stored, r.domain, r.known - 1), now, self.pace.per_token)
-        self._preempt(view)
+        self._preempt()
         decode, lengths, retracted = self._plan_decode()
         chunks = self._plan_prefill(view, self.pace.budget(len(decode)), admit=not retracted)
         if not len(decode) and not chunks:
@@ -120,10 +123,9 @@ class Scheduler:
             return None
         chunks.sort(key=lambda c: c.size > 1)  # a batch has its rows of one token first
         self._step += 1
-        if decode is not self._rows[0]:  # slots that decode have the same requests for as long as the array is the same
-            table, flags = self.table, self.table.flags[decode]
-            self._rows = decode, table.owner[decode], table.generation[decode], flags, int(np.bitwise_or.reduce(flags))
-        return Plan(self._step, decode, lengths, chunks, *self._rows[1:])
+        if decode is not self._rows.slots:  # they have the same requests for as long as the array is the same
+            self._rows = Rows(self.table, decode)
+        return Plan(self._step, decode, lengths, chunks, self._rows)
 
     def advance(self, plan: Plan) -> None:
         """The plan's batch has been built and is launched: its tokens count as computed from now on."""
@@ -158,7 +160,7 @@ class Scheduler:
     def fail(self, plans: Iterable[Plan], message: str) -> list[TokenOutput]:
         """A step failed on the device: end its requests and the running ones, since any may share pages that it left
         unwritten, and drop the cache. Waiting requests stay."""
-        launched = [r for plan in plans for r in [*plan.owners.tolist(), *(c.request for c in plan.chunks)]]
+        launched = [r for plan in plans for r in [*plan.rows.owners.tolist(), *(c.request for c in plan.chunks)]]
         for request in launched + list(self._running.values()):
             self._end(request, "error", message)
         self.cache.flush()
@@ -242,17 +244,19 @@ class Scheduler:
         self.stats.preemptions += 1
         self.queue.add(victim)
 
-    def _preempt(self, view: View) -> None:
-        """Make running requests give way to the best waiting one, if the policy wants it and it could then start."""
-        while self._running and (pair := self._policy.preempt(self._running.values())):
-            best, victim = pair
-            if self._prefills.tokens >= self.limits.chunk or self._fits(best, view.cached(best)):
-                return
+    def _preempt(self) -> None:
+        """Make running requests give way to the best waiting one, if the policy wants it and it can then start."""
+        if not self._running or not self._policy.preempt(self._running.values()):
+            return
+        if self._prefills.tokens >= self.limits.chunk or self._futile == self._changes and self._plans % LOOK_AGAIN:
+            return
+        table, slots = self.table, self._decoding
+        length = table.length[slots]
+        short = (length < table.end[slots]) & (length > table.page_count[slots] * self.limits.page_size)
+        gone = victims(self._policy, self._running, table, self.cache, {*slots[short].tolist()}, self._affords)
+        self._futile = self._changes if gone is None else -1
+        for victim in gone or ():
             self._send_back(victim)
-
-    def _fits(self, request: Request, cached: int) -> bool:
-        need = -(-request.known // self.limits.page_size) - cached // self.limits.page_size
-        return bool(self.table.free) and (not self._running or self._affords(request, need))
 
     def _plan_prefill(self, view: View, budget: int, admit: bool) -> list[Chunk]:
         was_short, self._short = self._short, not admit
@@ -300,7 +304,7 @@ class Scheduler:
         size, ids = self.limits.page_size, request.ids
         pages, node = self.cache.acquire(request.stored, request.domain, request.known - 1 if not request.score else 0)
         need = -(-len(ids) // size) - len(pages)
-        if self._running and not self._affords(request, need):
+        if self._running and not self._affords(request, need, self._running, self.cache.available):
             self.cache.forget(node)
             return False
         if not request.attempts:
@@ -330,15 +334,20 @@ class Scheduler:
         self._prefills.add(request)
         return True
 
-    def _affords(self, request: Request, need: int) -> bool:
-        """Are there pages for a further request and for what the running ones are still going to produce?"""
-        free, table, limits, growth = self.cache.available - need, self.table, self.limits, self.growth
-        if len(self._running) >= free:
+    def _affords(self, request: Request, need: int, running: dict[int, Request], available: int) -> bool:
+        """Are `available` pages enough for a further request, which needs `need` of them now, and for what those that
+        run are still going to produce?"""
+        free, limits, growth = available - need, self.limits, self.growth
+        if not running:
+            return free >= 0
+        if len(running) >= free:
             return False
-        if not limits.foresight or growth.seen < limits.foresight or growth.still_fits(request, need, limits.page_size):
+        if not limits.foresight or growth.seen < limits.foresight:
             return True
-        slots = np.fromiter(self._running, np.int32, len(self._running))
-        return growth.fits(table, slots, request, limits.page_size, free)
+        if running is self._running and growth.still_fits(request, need, limits.page_size):
+            return True
+        slots = np.fromiter(running, np.int32, len(running))
+        return growth.fits(self.table, slots, request, limits.page_size, free)
 
     def _count_shares(self) -> None:
         """Tell the policy how many tokens each running request has produced since it was last told."""
@@ -352,33 +361,31 @@ class Scheduler:
 
     def _take_all(self, plan: Plan, result: StepResult, full: list[TokenOutput]) -> tuple[np.ndarray, ...]:
         """The decoded tokens: (handles, tokens, requests) of those of which there is nothing more to tell."""
-        table, slots, tokens, owners, flags = self.table, plan.decode, result.tokens, plan.owners, plan.flags
-        tokens = tokens[:len(slots)]
+        table, rows, tokens = self.table, plan.rows, result.tokens
+        slots, owners, tokens = rows.slots, rows.owners, tokens[:len(rows.slots)]
         known = table.known[slots] + 1
-        odd = (known >= table.end[slots]) | (table.generation[slots] != plan.generations) | table.may_stop(tokens)
-        scored = ((flags & SCORED > 0) & ~odd).nonzero()[0] if plan.asked & SCORED else slots[:0]
+        odd = (known >= rows.end) | (table.generation[slots] != rows.generations) | table.may_stop(tokens)
+        scored, plain, penalised = rows.scored, rows.plain, rows.penalised
         if len(scored):
-            odd[scored] = np.isnan(result.logprobs[scored])
-            scored = scored[~odd[scored]]
-            full += scored_outputs(scored, owners, result)
+            odd[scored] |= np.isnan(result.logprobs[scored])
+            full += scored_outputs(scored[~odd[scored]], owners, result)
         others = odd.nonzero()[0].tolist()
         if others:
-            plain = ~odd
-            slots, tokens, known, owners, flags = slots[plain], tokens[plain], known[plain], owners[plain], flags[plain]
-        table.tokens[slots, known - 1] = tokens
-        table.known[slots] = known
-        table.last[slots] = tokens
-        self.stats.generated_tokens += len(slots)
-        if plan.asked & PENALISED:
-            rows = (flags & PENALISED).nonzero()[0]
-            for request, token in zip(owners[rows].tolist(), tokens[rows].tolist(), strict=True):
-                request.history.add(token)
+            even = ~odd
+            plain, penalised = plain & even, penalised[even[penalised]]
+            table.tokens[slots[even], known[even] - 1] = tokens[even]
+            table.known[slots[even]], table.last[slots[even]] = known[even], tokens[even]
+        else:
+            table.tokens[slots, known - 1] = tokens
+            table.known[slots], table.last[slots] = known, tokens
+        self.stats.generated_tokens += len(slots) - len(others)
+        for request, token in zip(owners[penalised].tolist(), tokens[penalised].tolist(), strict=True):
+            request.history.add(token)
         for row in others:
-            self._take(plan.owners[row], result, row, full)
-        if len(scored):
-            told = flags & SCORED == 0
-            slots, tokens, owners = slots[told], tokens[told], owners[told]
-        return table.handle[slots], tokens, owners
+            self._take(owners[row], result, row, full)
+        if len(scored) or others:
+            return rows.handle[plain], tokens[plain], owners[plain]
+        return rows.handle, tokens, owners
 
     def _take(self, request: Request, result: StepResult, row: int, full: list[TokenOutput]) -> None:
         if request.finish:
