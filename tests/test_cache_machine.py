@@ -10,6 +10,7 @@ import os
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
+from isthmus.core.cache import pool
 
 from .cache_machine import CacheMachine
 from .lru_run import lru_run
@@ -27,6 +28,12 @@ def test_many_steps():
     many = settings(max_examples=steps // STEPS, stateful_step_count=STEPS, deadline=None, database=None,
                     phases=[Phase.generate, Phase.shrink], suppress_health_check=list(HealthCheck))
     run_state_machine_as_test(CacheMachine, settings=many)
+
+
+def test_pages_that_follow_each_other_are_found_by_a_slice(monkeypatch):
+    """As for many: the machine has a few pages only."""
+    monkeypatch.setattr(pool, "_MANY", 1)
+    run_state_machine_as_test(CacheMachine, settings=TestCache.settings)
 
 
 @pytest.mark.parametrize("seed", range(8))

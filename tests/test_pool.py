@@ -52,6 +52,43 @@ def test_numbers_of_releases_begin_anew_and_stay_apart():
     assert sorted(pool.generation.tolist()) == [0, 0, 0, 1, 2, 3]
 
 
+@pytest.mark.parametrize("order", [slice(None), slice(None, None, -1)], ids=["up", "down"])
+@pytest.mark.parametrize("break_at", [None, 0, 300, 598])
+def test_many_pages_in_a_row_or_not_are_taken_alike(order, break_at):
+    """Where they follow each other they are found by a slice, to the first and the last page that there is."""
+    pool, plain = PagePool(601), PagePool(601)
+    taken = pool.alloc(600, 1)[order].copy()
+    if break_at is not None:
+        taken[[break_at, break_at + 1]] = taken[[break_at + 1, break_at]]
+    plain.alloc(600, 1)
+    pool.transfer(taken, 1, TREE)
+    assert (pool.owner[1:] == TREE).all() and pool.owner[0] == FREE
+    pool.check(taken, pool.generation[taken], TREE)
+    pool.release(taken, TREE)
+    for i in range(0, 600, 100):  # few at a time are never looked at so
+        plain.release(taken[i:i + 100], 1)
+    assert pool.generation.tolist() == plain.generation.tolist()
+    assert pool._free[:600].tolist() == plain._free[:600].tolist()
+    assert pool.alloc(600, 2).tolist() == taken[::-1].tolist() and (pool.owner[1:] == 2).all()
+
+
+def test_many_pages_in_a_row_are_checked_each():
+    pool = PagePool(1201)
+    taken = pool.alloc(1000, 1)
+    pool.transfer(taken[500:501], 1, 2)
+    for call in (lambda: pool.release(taken, 1), lambda: pool.transfer(taken, 1, TREE),
+                 lambda: pool.check(taken, pool.generation[taken], 1)):
+        with pytest.raises(OwnershipError, match=f"page {taken[500]} .*request in slot 2, not request in slot 1"):
+            call()
+    with pytest.raises(OwnershipError, match="stale generation"):
+        pool.check(taken[:500], pool.generation[taken[:500]] + 1, 1)
+    with pytest.raises(IndexError):
+        pool.transfer(np.arange(1, 1300, dtype=np.int32), 1, TREE)
+    pool.transfer(taken[500:501], 2, 1)
+    with pytest.raises(OwnershipError, match="page 0 "):
+        pool.transfer(np.arange(600, -1, -1, dtype=np.int32), 1, TREE)
+
+
 @pytest.mark.parametrize("count", [3, 5000])
 def test_one_wrong_page_among_few_or_many_is_found(count):
     pool = PagePool(count + 2)
