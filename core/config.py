@@ -44,6 +44,11 @@ def _eviction_policies() -> tuple[str, ...]:
     return tuple(EVICTION)
 
 
+def _grammar_backends() -> tuple[str, ...]:
+    from .grammar.library import PACKAGES
+    return tuple(PACKAGES)
+
+
 def _schedule_policies() -> tuple[str, ...]:
     from .scheduler.policy import POLICIES
     return tuple(POLICIES)
@@ -107,6 +112,8 @@ class SchedulerSettings:
                                    choices=_schedule_policies)
     itl_target: float = setting(0.0, "milliseconds between tokens at most: prompts are computed in pieces so small "
                                 "that a step ends in time; 0 = no limit", least=0)
+    grammar_backend: str = setting("llguidance", "library that compiles grammars of structured output",
+                                   choices=_grammar_backends)
     overlap: bool = setting(True, "plan the next step while the device computes the current one")
     waiting_timeout: float = setting(600.0, "a request that waits longer is answered 503", unit="seconds", least=0)
     running_timeout: float = setting(3600.0, "a request that runs longer is ended", unit="seconds", least=0)

@@ -17,9 +17,13 @@ from .config import Config
 from .contract import check_ops
 from .discovery import told
 from .env import debug_level
-from .errors import CheckpointError, ConfigError, EngineDead
+from .errors import CheckpointError, ConfigError, EngineDead, RequestError
+from .grammar.contract import Matcher
+from .grammar.library import Library
+from .grammar.vocabulary import Vocabulary
+from .grammar.waiting import Compiling
 from .manifests import missing_features
-from .messages import FinishReason, SamplingParams, Submit, TokenOutput, pack_ids
+from .messages import FinishReason, SamplingParams, Submit, TokenOutput, pack_ids, refused
 from .plan import Batch, Out
 from .platform import State, Step
 from .recording.recorder import Recorder, check_file, open_file
@@ -27,12 +31,15 @@ from .scheduler.admission import Limits
 from .scheduler.batch import build_batch
 from .scheduler.outputs import StepOutputs
 from .scheduler.scheduler import NOT_A_NUMBER, Plan, Scheduler
-from .scheduler.times import DEVICE, FINISH, SCHEDULE, StepTimes
+from .scheduler.times import DEVICE, SCHEDULE, StepTimes
 from .specs import Bucket
 from .tracing import traced_forward
+from .turn import Flight, Turn
+from .weights.checkpoint import open_checkpoint
 
 log = logging.getLogger(__name__)
 
+COMPILING = 0.005             # seconds that an engine with nothing else to do waits for a grammar
 LOOK, LOOK_AGAIN = 1.0, 15.0  # seconds between looks at the device's memory; after K and V gave way
 AUDIT = 60.0                  # seconds between two proofs of the ledger of an idle engine
 
@@ -94,15 +101,20 @@ class EngineCore:
         self._platform, self._manifest, self._model = loaded.platform, loaded.manifest, loaded.model
         sizes = loaded.sizes
         self._page_size, self._overlap = sizes.page_size, loaded.overlap
+        self._late_masks = "late_mask" in loaded.manifest.features
         self._state_spec = sizes.state
         self._state = self._platform.alloc(sizes.state, sizes.pages)
         self._next_look, self._given_back, self._blind = 0.0, 0, False
         self._next_audit, self._worth_telling = 0.0, 1
         self._steps: dict[Bucket | None, Step] = {}
-        self._flight: tuple[Plan, Out] | None = None
+        self._flight: Flight | None = None
         self.cache = CacheManager(sizes.pages, sizes.page_size, config.cache.eviction_policy, config.cache.prefix_cache,
                                   pin_share=config.cache.pin_share)
-        self.scheduler = Scheduler(_limits(config, loaded), self.cache, config.scheduler.schedule_policy)
+        self.grammars = self.recorder.grammars(lambda: Library(config.scheduler.grammar_backend,
+                                                               lambda: _vocabulary(loaded)))
+        self._compiling = Compiling(self.grammars, config.scheduler.max_queued_requests)
+        self.scheduler = Scheduler(_limits(config, loaded), self.cache, config.scheduler.schedule_policy, self.grammars,
+                                   self.recorder.answered)
         self.steps, self.times = 0, StepTimes()
         self.info = _info(config, loaded, time.monotonic() - began)
         self._warm_up()
@@ -112,24 +124,41 @@ class EngineCore:
     # ---- what callers do
 
     def submit(self, submit: Submit) -> None:
-        """Queue a request. Raises `RequestError` with the field and number at fault, `Overloaded` when full."""
-        self.recorder.submitted(submit)
-        self.scheduler.submit(submit, self.recorder.now())
+        """Queue a request. Raises `RequestError` with the field and number at fault, `Overloaded` when full.
+
+        One with a grammar that has to be compiled first comes to the queue when it is; what is wrong with that is the
+        request's only output.
+        """
+        matcher = None
+        if submit.params.grammar is not None:
+            self.scheduler.check(submit)
+            matcher = self._compiling.start(submit)
+            if matcher is None:
+                return
+        self._enter(submit, matcher)
 
     def abort(self, ids: Iterable[str], reason: FinishReason = "abort") -> None:
         """End requests in any state; the next `step` reports them. Unknown ids are ignored."""
         ids = tuple(ids)
         self.recorder.aborted(ids, reason)
+        for submit in self._compiling.drop(ids):
+            self.scheduler.report(TokenOutput(submit.id, b"", reason, prompt_tokens=len(submit.prompt) // 4))
         self.scheduler.abort(ids, reason)
 
     @property
     def has_work(self) -> bool:
         """Is there anything that `step` would do?"""
-        return bool(self._flight or self.scheduler.running or self.scheduler.waiting or self.scheduler.has_ended)
+        return bool(self._computes or self.scheduler.has_ended or len(self._compiling))
+
+    @property
+    def _computes(self) -> bool:
+        return bool(self._flight or self.scheduler.running or self.scheduler.waiting)
 
     def step(self) -> StepOutputs:
         """Launch the next step, then settle the previous one (with overlap) or this one: the new outputs."""
         self.times.enter(SCHEDULE)
+        if len(self._compiling):
+            self._take_compiled()
         self.recorder.stepped()
         outputs = self.relieve() or self._advance()
         self._publish()
@@ -180,7 +209,7 @@ class EngineCore:
     def report(self) -> str:
         """What the engine is doing and what happened last, for people; nothing private. Any thread may ask."""
         pool, flight = self.cache.pool, self._flight
-        return (f"engine: {self.steps} steps, {f'step {flight[0].step}' if flight else 'none'} in flight, "
+        return (f"engine: {self.steps} steps, {f'step {flight.plan.step}' if flight else 'none'} in flight, "
                 f"{self.scheduler.running} running, {self.scheduler.waiting} waiting, {pool.free} of {pool.capacity} "
                 f"pages free, {pool.violations} ownership violations; {self.recorder.tail()}")
 
@@ -200,6 +229,7 @@ class EngineCore:
             except Exception as error:
                 self._failed([plan], error)
         self.recorder.close()
+        self.grammars.close()
         getattr(self._platform, "close", lambda: None)()
         if self._publisher is not None:
             self._publisher.close()
@@ -210,42 +240,62 @@ class EngineCore:
         if self._publisher is not None:
             self._publisher.publish()
 
+    def _enter(self, submit: Submit, matcher: Matcher | None) -> None:
+        self.recorder.submitted(submit)
+        self.scheduler.submit(submit, self.recorder.now(), matcher)
+
+    def _take_compiled(self) -> None:
+        """Queue the requests whose grammars are there; with nothing else to do, wait a little for the first."""
+        for submit, found in self._compiling.ready(0.0 if self._computes or self.scheduler.has_ended else COMPILING):
+            try:
+                if isinstance(found, RequestError):
+                    raise found
+                self._enter(submit, found)
+            except RequestError as error:
+                self.scheduler.report(refused(submit.id, error))
+
     def _advance(self) -> StepOutputs:
         plan = self.scheduler.plan(self.recorder.now())
-        previous, self._flight = self._flight, None
-        if plan is not None:
-            try:
-                self._flight = (plan, self._launch(plan))
-            except Exception as error:
-                self._flight = previous
-                return self._failed([p for p in (previous and previous[0], plan) if p], error)
-        if not self._overlap:
-            previous, self._flight = self._flight, None
-        if previous is None:
-            return StepOutputs(self.scheduler.ended())
-        self.times.enter(DEVICE)
+        turn, self._flight = Turn(self.scheduler, self.times, self._flight), None
+        failed: list[tuple[Plan, Exception]] = []
         try:
-            result = previous[1].collect()
-        except Exception as error:
-            plans = [previous[0]] + ([self._flight[0]] if self._flight else [])
-            return self._failed(plans, error)
-        self.times.enter(FINISH)
-        return self.scheduler.settle(previous[0], result)
+            if plan is not None:
+                try:
+                    self._flight = Flight(plan, self._launch(plan, turn))
+                except Exception as error:
+                    failed.append((plan, error))
+            turn.land()
+            if not self._overlap and self._flight and not failed:
+                turn, self._flight = Turn(self.scheduler, self.times, self._flight), None
+                turn.land()
+        finally:
+            turn.release()
+        return self._told(turn, failed)
+
+    def _told(self, turn: Turn, failed: list[tuple[Plan, Exception]]) -> StepOutputs:
+        """The outputs of the step before, and the ends of all that ran, if it or the launched one has failed."""
+        outputs = turn.outputs or StepOutputs(self.scheduler.ended())
+        if turn.error is not None:
+            failed.insert(0, (turn.before.plan, turn.error))
+        if not failed:
+            return outputs
+        plans = [plan for plan, _ in failed] + ([self._flight.plan] if self._flight else [])
+        ends = self._failed(plans, failed[0][1])
+        return StepOutputs([*outputs.full, *ends.full], outputs.handles, outputs.tokens, outputs.owners)
 
     def _land(self) -> StepOutputs:
         """Settle the step in flight without launching another."""
-        flight, self._flight = self._flight, None
-        if flight is None:
+        turn, self._flight = Turn(self.scheduler, self.times, self._flight), None
+        if turn.before is None:
             return StepOutputs()
-        try:
-            result = flight[1].collect()
-        except Exception as error:
-            return self._failed([flight[0]], error)
-        return self.scheduler.settle(flight[0], result)
+        turn.land()
+        return self._told(turn, [])
 
-    def _launch(self, plan: Plan) -> Out:
-        batch, bucket = build_batch(plan, self.scheduler.table, self._page_size, self._manifest.buckets)
+    def _launch(self, plan: Plan, turn: Turn) -> Out:
+        batch, bucket = build_batch(plan, self.scheduler.table, self._page_size, self._manifest.buckets,
+                                    self.scheduler.masks)
         self.scheduler.advance(plan)
+        batch = turn.masked(batch, self._late_masks)
         out, self._state = self.recorder.launch(plan, batch, self.cache, lambda: self._run(bucket, batch))
         self.steps += 1
         if debug_level() >= 2:
@@ -355,6 +405,8 @@ class EngineCore:
                 "pages_given_back": self._given_back, "ownership_violations": pool.violations,
                 "evicted_pages": self.cache.evicted_pages, "page_size": self._page_size,
                 "pins": len(self.cache.pins), "pages_pinned": self.cache.pins.pages,
+                "grammars_compiled": self.grammars.compiled, "grammar_compile_seconds": self.grammars.seconds,
+                "grammars_compiling": len(self._compiling),
                 "kv_event_batches": self._publisher.sequence if self._publisher is not None else 0}
 
 
@@ -371,6 +423,14 @@ def _open_publisher(config: Config, owner: EngineCore) -> Any:
     publisher = Publisher(config.cache)
     weakref.finalize(owner, publisher.close)
     return publisher
+
+
+def _vocabulary(loaded: startup.Loaded) -> Vocabulary:
+    """The model's tokens as grammars see them."""
+    from .text import load_tokenizer  # nobody else needs it in this process
+    with open_checkpoint(loaded.path) as checkpoint:
+        tokenizer = load_tokenizer(checkpoint)
+    return Vocabulary(tokenizer, loaded.model.config.vocab_size, loaded.model.config.eos_ids)
 
 
 def _limits(config: Config, loaded: startup.Loaded) -> Limits:

@@ -24,6 +24,16 @@ def unpack_ids(data: bytes) -> np.ndarray:
     return np.frombuffer(data, dtype="<i4")
 
 
+class GrammarSpec(msgspec.Struct, frozen=True, array_like=True):
+    """What an output must follow. kind: a word of `core.grammar.contract.KINDS`, which also says what `source` is.
+    field: of the client's request, for messages.
+    """
+
+    kind: str
+    source: str
+    field: str = "grammar"
+
+
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     """How one request samples; ranges are checked by `core.server.validate` before it gets here.
 
@@ -32,6 +42,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     logprobs: None = none, K = the sampled token's and the K best. prompt_logprobs: the same for prompt tokens.
     stop: strings, matched on text by the detokenizer. stop_token_ids: extra ids that end the output.
     eos ids come from the model; ignore_eos switches them off. min_tokens bans every stop id before that many.
+    grammar: the output is one of its sentences or, at max_tokens, the beginning of one.
     """
 
     max_tokens: int = 16
@@ -52,6 +63,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     skip_special: bool = True
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    grammar: GrammarSpec | None = None
 
 
 class CacheHint(msgspec.Struct, frozen=True, array_like=True):

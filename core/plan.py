@@ -9,6 +9,7 @@ All arrays are numpy on the host; a platform moves them.
 """
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -41,11 +42,23 @@ class Bias(NamedTuple):
     values: np.ndarray  # [N] float32
 
 
+def already() -> None:
+    """Nothing is waited for."""
+
+
 class Mask(NamedTuple):
-    """Token masks of a grammar: bit j of word i allows token 32 * i + j. Rows not listed are free."""
+    """Token masks of a grammar: bit j of word i allows token 32 * i + j. Rows not listed are free.
+
+    `rows` and the shape of `bits` are known at launch; `bits` may be read only after `ready` has returned. A mask
+    needs the token of the step before, which may still run: a platform calls `ready` as late as it can, at the latest
+    before it samples, and loses nothing by that. On the thread that launches it takes in the step before; on any other
+    it waits until that was done, which is after the launch has returned: a launch must not wait for a thread that
+    waits here. A platform without the feature "late_mask" gets masks that can be read at once.
+    """
 
     rows: np.ndarray  # [M] int32, index into L
     bits: np.ndarray  # [M, ceil(V / 32)] uint32
+    ready: Callable[[], None] = already
 
 
 class Sampling(NamedTuple):

@@ -89,6 +89,7 @@ FEATURES = {
     "penalties": "repetition, presence and frequency penalties",
     "logit_bias": "per-token bias and bans",
     "grammar_mask": "token masks of a grammar",
+    "late_mask": "a step can be launched before its masks are known",
     "moe": "sparse feed-forward layers",
     "expert_groups": "experts chosen in groups, or by scores that a bias corrects",
     "partial_rope": "rotation of a head's first elements only",
@@ -99,7 +100,7 @@ FEATURES = {
 
 
 # Words that came after platforms of this version were written: a manifest.toml need not say that it lacks them.
-LATER = ("expert_groups", "partial_rope", "kv_scales")
+LATER = ("expert_groups", "partial_rope", "kv_scales", "late_mask")
 
 
 class Step(Protocol):

@@ -14,7 +14,7 @@ import numpy as np
 from isthmus.core.cache.manager import CacheManager
 from isthmus.core.cache.pool import QUARANTINE, TREE, PagePool
 from isthmus.core.errors import Overloaded
-from isthmus.core.messages import Logprobs, SamplingParams, Submit, TokenOutput, pack_ids, unpack_ids
+from isthmus.core.messages import GrammarSpec, Logprobs, SamplingParams, Submit, TokenOutput, pack_ids, unpack_ids
 from isthmus.core.plan import Batch, Out, StepResult
 from isthmus.core.scheduler import batch as batch_module
 from isthmus.core.scheduler.admission import Limits
@@ -22,10 +22,15 @@ from isthmus.core.scheduler.policy import POLICIES
 from isthmus.core.scheduler.request import cache_domain, penalised
 from isthmus.core.scheduler.scheduler import Plan, Scheduler
 from isthmus.core.scheduler.table import uniforms
+from isthmus.core.scheduler.times import StepTimes
 from isthmus.core.specs import Buckets, LayerState, StateSpec
-from isthmus.platforms.null.platform import Platform, State, next_token
+from isthmus.core.turn import Flight, Turn
+from isthmus.platforms.null.platform import Platform, State, nearest, next_token
+
+from .toy_grammar import Toy, ToyLibrary
 
 VOCAB, EOS, MAX_LEN = 40, 3, 48
+GRAMMARS = ToyLibrary(VOCAB, EOS)
 DOMAINS = (b"", b"", b"", cache_domain(salt="a"), cache_domain(adapter=("a", 1)))
 PARAMS: dict[str, tuple[Any, ...]] = {
     "max_tokens": (0, 1, 2, 8, 20, 40, 40), "min_tokens": (0, 0, 0, 4), "temperature": (0.0, 0.0, 1.0, 1.5),
@@ -66,7 +71,7 @@ def requested(submit: Submit, outputs: list[int]) -> Draw:
     counts = [(t, outputs.count(t)) for t in sorted({*prompt, *outputs})] if penalised(p) else []
     factors = [(p.repetition_penalty, p.presence_penalty, p.frequency_penalty)] if penalised(p) else []
     bias = dict(p.logit_bias)
-    if len(outputs) < p.min_tokens:
+    if len(outputs) < p.min_tokens and p.grammar is None:  # whose mask sees to it
         bias |= dict.fromkeys(stop_ids(p), float("-inf"))
     return Draw(knobs, (*factors, *counts), bias)
 
@@ -95,7 +100,32 @@ def received(context: np.ndarray, batch: Batch, i: int) -> Draw:
 
 
 def stop_ids(params: SamplingParams) -> set[int]:
-    return {*params.stop_token_ids} | (set() if params.ignore_eos else {EOS})
+    return {*params.stop_token_ids} | (set() if params.ignore_eos and params.grammar is None else {EOS})
+
+
+def grammar_after(params: SamplingParams, outputs: list[int]) -> Toy | None:
+    """The request's grammar after these outputs, of which it must allow each."""
+    if params.grammar is None:
+        return None
+    toy = GRAMMARS.backend.compile(params.grammar.kind, params.grammar.source)
+    for token in outputs:
+        assert token in stop_ids(params) or toy.accept(token), f"token {token} after {toy.tokens[:-1]} is not allowed"
+    return toy
+
+
+def allowed_after(params: SamplingParams, outputs: list[int]) -> np.ndarray | None:
+    """Which tokens a request may sample next, bool [VOCAB]; None = all."""
+    toy = grammar_after(params, outputs)
+    if toy is None:
+        return None
+    allowed, run = toy.allowed(), toy.forced()
+    if run:
+        allowed = np.arange(VOCAB) == run[0]
+    if len(outputs) < params.min_tokens or params.ignore_eos:
+        closed = allowed.copy()
+        closed[list(stop_ids(params))] = False
+        allowed = closed if closed.any() else allowed
+    return allowed
 
 
 def logprob_of(tokens: np.ndarray) -> np.ndarray:
@@ -164,8 +194,8 @@ class Device(Platform):
             raise Fault("the device gave up")
         return super()._checked(state, batch, bucket)
 
-    def _next(self, context: np.ndarray, batch: Batch, i: int) -> int:
-        return draw_token(context.tolist(), received(context, batch, i))
+    def _next(self, context: np.ndarray, batch: Batch, i: int, allowed: np.ndarray | None) -> int:
+        return nearest(draw_token(context.tolist(), received(context, batch, i)), allowed)
 
     def _result(self, tokens: np.ndarray, batch: Batch) -> StepResult:
         if batch.sampling.top_logprobs is None:
@@ -224,7 +254,7 @@ class Run:
                   "waiting_timeout": 6.0, "running_timeout": 20.0} | limits
         self.limits = Limits(page_size=page, vocab_size=VOCAB, eos_ids=(EOS,), **limits)
         self.cache = CacheManager(pages, page, enabled=prefix_cache, strict=strict)
-        self.scheduler = Scheduler(self.limits, self.cache, policy)
+        self.scheduler = Scheduler(self.limits, self.cache, policy, GRAMMARS)
         self.buckets = None
         if padded:
             full = self.limits.max_running + self.limits.chunk
@@ -234,21 +264,23 @@ class Run:
         self.once = WriteOnce(pages * page, page)
         self.tracks: dict[str, Track] = {}
         self.history: list[list[int]] = [[0]]
-        self.flight: tuple[Plan, Out] | None = None
+        self.flight: Flight | None = None
         self.fault: str | None = None
+        self.late_masks = True
         self.faulted, self.now, self.launched, self.submitted = False, 1.0, 0, 0
 
     # ---- what can happen
 
     def submit(self, prompt: list[int], domain: bytes = b"", priority: int = 0, tenant: str = "", ttft: float = 0.0,
-               **params: Any) -> str | None:
-        """Submit a request; None if the queue is full."""
+               grammar: int | None = None, **params: Any) -> str | None:
+        """Submit a request; None if the queue is full. grammar: the number of a `Toy`."""
+        spec = None if grammar is None else GrammarSpec("regex", str(grammar))
         rid = f"r{self.submitted}"
         self.submitted += 1
-        request = Submit(rid, pack_ids(prompt), SamplingParams(**({"temperature": 0.0} | params)), domain, priority,
-                         tenant=tenant, ttft=ttft)
+        params = {"temperature": 0.0, "grammar": spec} | params
+        request = Submit(rid, pack_ids(prompt), SamplingParams(**params), domain, priority, tenant=tenant, ttft=ttft)
         try:
-            self.scheduler.submit(request, self.now)
+            self.scheduler.submit(request, self.now, spec and GRAMMARS.ask(spec).result().start())
         except Overloaded:
             free = 0 if self.scheduler._short else self.scheduler.table.free
             assert self.scheduler.waiting - free >= self.limits.max_queued, "refused although there is a place"
@@ -280,20 +312,17 @@ class Run:
         self.now += 0.01
         self.faulted = False
         plan = self.scheduler.plan(self.now)
-        previous, self.flight = self.flight, None
-        if plan is None:
-            outputs = self._settle(previous)
-        else:
+        turn, self.flight, fault = Turn(self.scheduler, StepTimes(), self.flight), None, None
+        if plan is not None:
             self._check_plan(plan)
             try:
-                self.flight = (plan, self._launch(plan))
-            except Fault as fault:
-                outputs = self._failed([p[0] for p in (previous,) if p] + [plan], fault)
-            else:
-                outputs = self._settle(previous)
-        if not overlap:
-            flight, self.flight = self.flight, None
-            outputs += self._settle(flight)
+                self.flight = Flight(plan, self._launch(plan, turn))
+            except Fault as error:
+                fault = error
+        outputs = self._land(turn, plan, fault)
+        if not overlap and self.flight:
+            turn, self.flight = Turn(self.scheduler, StepTimes(), self.flight), None
+            outputs += self._land(turn, None, None)
         self.scheduler.verify()
         for output in outputs:
             self._absorb(output)
@@ -323,15 +352,17 @@ class Run:
 
     # ---- inside
 
-    def _launch(self, plan: Plan) -> Out:
+    def _launch(self, plan: Plan, turn: Turn) -> Out:
         fault, self.fault = self.fault, None
         if fault == "build":
             raise Fault("no bucket")
-        batch, bucket = batch_module.build_batch(plan, self.scheduler.table, self.limits.page_size, self.buckets)
+        batch, bucket = batch_module.build_batch(plan, self.scheduler.table, self.limits.page_size, self.buckets,
+                                                 self.scheduler.masks)
         slots = batch.seqs[batch.lengths > 0].tolist()
         domains = [self.tracks[self.scheduler._running[slot].id].submit.domain for slot in slots]
         self.once.launch(batch, self.cache.pool, domains)
         self.scheduler.advance(plan)
+        batch = turn.masked(batch, self.late_masks)
         if fault == "launch":
             raise Fault("out of memory")
         if fault == "collect":
@@ -340,17 +371,19 @@ class Run:
         out, self.state = self.device.compile(None, None, bucket)(self.state, batch)
         return out
 
-    def _settle(self, flight: tuple[Plan, Out] | None) -> list[TokenOutput]:
-        if flight is None:
-            return self.scheduler.ended()
-        try:
-            result = flight[1].collect()
-        except Fault as fault:
-            return self._failed([flight[0]] + [p[0] for p in (self.flight,) if p], fault)
-        return list(self.scheduler.settle(flight[0], result))
+    def _land(self, turn: Turn, plan: Plan | None, fault: Fault | None) -> list[TokenOutput]:
+        """Take in the step before, as the engine does. plan, fault: of a step that could not be launched."""
+        turn.land()
+        outputs = list(turn.outputs or self.scheduler.ended())
+        if turn.error is not None and not isinstance(turn.error, Fault):
+            raise turn.error
+        broken = [turn.before.plan] if turn.error else []
+        broken += [plan] if fault else []
+        return outputs + (self._failed(broken, turn.error or fault) if broken else [])
 
-    def _failed(self, plans: list[Plan], fault: Fault) -> list[TokenOutput]:
+    def _failed(self, plans: list[Plan], fault: Exception) -> list[TokenOutput]:
         flight, self.flight, self.faulted = self.flight, None, True
+        plans += [flight.plan] if flight else []
         try:
             if flight:
                 flight[1].collect()
@@ -384,7 +417,8 @@ class Run:
         params, prompt = track.submit.params, unpack_ids(track.submit.prompt)
         tokens = unpack_ids(output.tokens).tolist()
         for token in tokens:
-            want = draw_token([*prompt, *track.out], requested(track.submit, track.out))
+            want = nearest(draw_token([*prompt, *track.out], requested(track.submit, track.out)),
+                           allowed_after(params, track.out))
             assert token == want, f"{output.id}: token {len(track.out)} is {token}, right is {want}"
             track.out.append(token)
         if params.logprobs is None:
@@ -413,8 +447,11 @@ class Run:
     def _check_end(self, track: Track, output: TokenOutput, prompt_len: int) -> None:
         params, last = track.submit.params, track.out[-1] if track.out else -1
         most = min(params.max_tokens, self.limits.max_model_len - prompt_len)
-        stopped = bool(track.out) and last in stop_ids(params) and len(track.out) >= params.min_tokens
-        right = "stop" if stopped else "length" if len(track.out) == most else None
+        stopped = bool(track.out) and last in stop_ids(params) and (
+            len(track.out) >= params.min_tokens or params.grammar is not None)
+        complete = bool(track.out) and not stopped and params.grammar is not None and grammar_after(
+            params, track.out).is_complete()
+        right = "stop" if stopped or complete else "length" if len(track.out) == most else None
         if output.finish == "abort":
             assert track.aborted
         elif output.finish == "error":
@@ -422,7 +459,7 @@ class Run:
             assert self.faulted or late and ("waited" in output.error or "ran" in output.error), output.error
         elif output.tokens or output.finish:
             assert output.finish == right, f"{output.id}: {output.finish} at {len(track.out)} tokens, right is {right}"
-        assert output.stop_id == (last if output.finish == "stop" else -1)
+        assert output.stop_id == (last if output.finish == "stop" and stopped else -1)
 
 
 def check_logprobs(have: Logprobs, tokens: np.ndarray, k: int) -> None:
@@ -434,8 +471,9 @@ def check_logprobs(have: Logprobs, tokens: np.ndarray, k: int) -> None:
 
 # ---- random work
 
-def random_run(seed: int, steps: int) -> Run:
-    """A run of at least `steps` launched steps in which anything may happen, then a drain; the same for a seed."""
+def random_run(seed: int, steps: int, grammars: bool = False) -> Run:
+    """A run of at least `steps` launched steps in which anything may happen, then a drain; the same for a seed.
+    grammars: half of the requests have one."""
     rng = random.Random(seed)
     page = rng.choice((1, 2, 4, 16))
     least = -(-MAX_LEN // page) + 1
@@ -452,6 +490,8 @@ def random_run(seed: int, steps: int) -> Run:
             domain = rng.choice(DOMAINS)
             for _ in range(rng.choice((1, 1, 1, 3))):
                 params = {name: rng.choice(values) for name, values in PARAMS.items()}
+                if grammars:
+                    params["grammar"] = rng.choice((None, rng.randrange(60)))
                 run.submit(prompt[:36], domain, rng.choice((0, 0, 0, 1)), rng.choice(("", "a", "b")),
                            rng.choice((0.0, 0.1, 3.0)), **params)
         if rng.random() < 0.08 and run.tracks:

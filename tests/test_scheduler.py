@@ -392,7 +392,8 @@ def test_stats_are_in_tokens_and_for_first_attempts():
     assert stats["queue_seconds"] == pytest.approx(2.01 + 0.01)
     del stats["queue_seconds"]
     assert stats == {"requests": 2, "prompt_tokens": 21, "cached_tokens": 8, "reprefill_tokens": 0,
-                     "reprefill_cached_tokens": 0, "generated_tokens": 6, "preemptions": 0,
+                     "reprefill_cached_tokens": 0, "generated_tokens": 6, "forced_tokens": 0,
+                     "preemptions": 0,
                      "finish_reasons": {"length": 2}, "hit_rate_window": 8 / 21, "hit_rate_total": 8 / 21}
 
 

@@ -149,6 +149,8 @@ class Ranks:
                 process.wait(5)
             except subprocess.TimeoutExpired:
                 process.kill()
+            if batch.sampling.mask is not None:  # it is sent now, so the step before is taken in now
+                batch.sampling.mask.ready()
                 process.wait()
         for socket in self._sockets:
             socket.close(0)
@@ -227,10 +229,10 @@ def _names(ranks: Sequence[int], one: str, several: str) -> str:
 
 
 def pack(value: Any) -> Any:
-    """A batch as plain lists and bytes."""
+    """A batch as plain lists and bytes; what is done already, as a mask is, is left out."""
     if isinstance(value, np.ndarray):
         return [value.dtype.str, value.shape, value.tobytes()]
-    return value if value is None else list(map(pack, value))
+    return None if value is None or callable(value) else list(map(pack, value))
 
 
 def unpack(kind: Any, packed: Sequence[Any]) -> Any:
@@ -240,7 +242,8 @@ def unpack(kind: Any, packed: Sequence[Any]) -> Any:
         if value is not None and name not in NESTED:
             dtype, shape, data = value
             value = np.frombuffer(bytearray(data), dtype).reshape(shape)
-        fields[name] = value if value is None or name not in NESTED else unpack(NESTED[name], value)
+        if value is not None:  # else as by default
+            fields[name] = unpack(NESTED[name], value) if name in NESTED else value
     return kind(**fields)
 
 

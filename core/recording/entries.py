@@ -1,7 +1,7 @@
 """The entries of a recording in the order in which they happened: calls, what came in during them, and decisions.
 
-A call is `Submitted`, `Aborted`, `Commanded` or `Stepped`. `Now`, `Memory`, `Result` and `Failure` came in from
-outside; `Planned` is what the scheduler decided, and what a rerun is compared with.
+A call is `Submitted`, `Aborted`, `Commanded` or `Stepped`. `Now`, `Memory`, `Result`, `Answered` and `Failure`
+came in from outside; `Planned` is what the scheduler decided, and what a rerun is compared with.
 """
 from __future__ import annotations
 
@@ -118,7 +118,16 @@ class Failure(msgspec.Struct, frozen=True, array_like=True, tag="failure"):
         return f"failure at {self.where}: {self.message}"
 
 
-Entry = Submitted | Aborted | Commanded | Stepped | Now | Memory | Planned | Result | Failure
+class Answered(msgspec.Struct, frozen=True, array_like=True, tag="grammar"):
+    """What grammars said of a step's tokens, or of the next ones, as `core.scheduler.masks` writes it."""
+
+    said: bytes
+
+    def __str__(self) -> str:
+        return f"grammars said {len(self.said)} bytes"
+
+
+Entry = Answered | Submitted | Aborted | Commanded | Stepped | Now | Memory | Planned | Result | Failure
 CALLS = (Submitted, Aborted, Commanded, Stepped)
 
 

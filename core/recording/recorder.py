@@ -18,6 +18,7 @@ from ..startup import Loaded
 from ..version import isthmus_version
 from .entries import (
     Aborted,
+    Answered,
     Commanded,
     Entry,
     Failure,
@@ -102,13 +103,25 @@ class Recorder:
         self._add(Memory(*found))
         return found
 
+    def grammars(self, make: Callable[[], Any]) -> Any:
+        """The library of grammars that `make` makes."""
+        return make()
+
+    def answered(self, read: Callable[[], bytes]) -> bytes:
+        """What grammars say, by `read`."""
+        self._add(Answered(said := read()))
+        return said
+
     def launch(self, plan: Any, batch: Batch, cache: Any, run: Callable[[], tuple[Out, Any]]) -> tuple[Out, Any]:
         """`run` the step of a plan: (the step, whose result is recorded when it is collected, and the state)."""
         self._add(planned(plan, batch, cache))
+        at = len(self._frame)
         try:
             out, state = run()
         except Exception as error:
             self.failed("launch", error)
+            if self._file is not None:  # before what came of the step before, if a mask has asked for that
+                self._frame.insert(at, self._frame.pop())
             raise
         return _Collected(out, self), state
 

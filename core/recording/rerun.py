@@ -6,6 +6,7 @@ recording was made on, and the results are the recorded ones.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,13 +17,15 @@ import msgspec
 from ..config import Config
 from ..discovery import load_platform
 from ..engine import EngineCore
-from ..messages import Submit
+from ..grammar.contract import Grammar, Matcher
+from ..messages import GrammarSpec, Submit
 from ..models.loader import LoadedModel
 from ..plan import Batch, Out, StepResult
 from ..startup import Loaded
 from .entries import (
     CALLS,
     Aborted,
+    Answered,
     Commanded,
     Entry,
     Failure,
@@ -111,6 +114,12 @@ class Script:
         found = self._take(Memory)
         return found.total, found.free
 
+    def grammars(self, make: Callable[[], Any]) -> Any:
+        return Recorded()
+
+    def answered(self, read: Callable[[], bytes]) -> bytes:
+        return self._take(Answered).said
+
     def launch(self, plan: Any, batch: Batch, cache: Any, run: Callable[[], tuple[Out, Any]]) -> tuple[Out, Any]:
         self.step = plan.step
         self._same(planned(plan, batch, cache))
@@ -156,6 +165,39 @@ class Script:
         if recorded is not None and recorded != entry:
             raise Difference(self.step, differ(recorded, entry))
         self._take(type(entry))
+
+
+class Recorded(Matcher, Grammar):
+    """Grammars of a rerun, in place of a library: what they said is in the recording, so nobody asks them."""
+
+    compiled, seconds = 0, 0.0
+
+    def ask(self, spec: GrammarSpec) -> Future[Grammar]:
+        future: Future[Grammar] = Future()
+        future.set_result(self)
+        return future
+
+    def start(self) -> Matcher:
+        return self
+
+    clone = start
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def fill(self, row: Any) -> None:
+        raise NotImplementedError
+
+    rollback = fill
+
+    def accept(self, token: int) -> bool:
+        return True
+
+    def forced(self) -> list[int]:
+        return []
+
+    def is_complete(self) -> bool:
+        return False
 
 
 class _Fed:

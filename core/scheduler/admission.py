@@ -10,7 +10,7 @@ from ..messages import SamplingParams, Submit, unpack_ids
 # What a request asks of the platform with any other value than the default: parameter -> word of `platform.FEATURES`.
 ASKS = {"logprobs": "logprobs", "prompt_logprobs": "logprobs", "repetition_penalty": "penalties",
         "presence_penalty": "penalties", "frequency_penalty": "penalties", "logit_bias": "logit_bias",
-        "min_tokens": "logit_bias"}  # min_tokens bans the stop ids
+        "min_tokens": "logit_bias", "grammar": "grammar_mask"}  # min_tokens bans the stop ids
 _PLAIN = SamplingParams()
 
 

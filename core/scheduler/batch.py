@@ -5,9 +5,10 @@ import numpy as np
 
 from ..plan import Batch, Bias, Penalties, Sampling
 from ..specs import Bucket, Buckets
+from .masks import Masks
 from .plans import Plan
 from .rows import Rows
-from .table import BIASED, DRAWN, MIN_P, MIN_TOKENS, PENALISED, SCORED, TOP_K, TOP_P, RequestTable
+from .table import BIASED, DRAWN, MASKED, MIN_P, MIN_TOKENS, PENALISED, SCORED, TOP_K, TOP_P, RequestTable
 
 
 def _i32(parts: list[np.ndarray]) -> np.ndarray:
@@ -23,8 +24,9 @@ def fit(count: int, sizes: tuple[int, ...], what: str) -> int:
 
 
 def build_batch(plan: Plan, table: RequestTable, page_size: int,
-                buckets: Buckets | None) -> tuple[Batch, Bucket | None]:
-    """The batch of a plan, before `Scheduler.advance`, and the bucket it is padded to (None = exact sizes)."""
+                buckets: Buckets | None, masks: Masks | None = None) -> tuple[Batch, Bucket | None]:
+    """The batch of a plan, before `Scheduler.advance`, and the bucket it is padded to (None = exact sizes). The bits of
+    its mask are filled by `masks`, later."""
     decode, chunks, lengths = plan.decode, plan.chunks, plan.lengths
     last = lengths - 1
     tokens = np.where(table.known[decode] > last, table.last[decode], np.int32(-1))
@@ -43,7 +45,7 @@ def build_batch(plan: Plan, table: RequestTable, page_size: int,
         slots = _i32([slots] + [_chunk_slots(table.pages[c.slot], c.start, c.stop, page_size) for c in chunks])
     pages = _page_table(table, seqs, lengths, len(decode), page_size)
     logit_rows, targets, sampled = _logit_rows(plan, starts, table)
-    sampling = _sampling(plan, table, sampled, tokens[logit_rows])
+    sampling = _sampling(plan, table, sampled, tokens[logit_rows], masks)
     batch = Batch(tokens, positions, slots, rows, seqs, starts, lengths, pages, logit_rows, targets, sampling)
     if buckets is None:
         return batch, None
@@ -88,7 +90,8 @@ def _logit_rows(plan: Plan, starts: np.ndarray, table: RequestTable) -> tuple[np
     return _i32(rows), _i32(targets), Rows(table, _i32(owners))
 
 
-def _sampling(plan: Plan, table: RequestTable, rows: Rows, tokens: np.ndarray) -> Sampling:
+def _sampling(plan: Plan, table: RequestTable, rows: Rows, tokens: np.ndarray,
+              masks: Masks | None) -> Sampling:
     """Parameters of each logit row from its slot's columns; a scored or padding row (slot 0) is greedy and plain.
     tokens: the input of each."""
     asked = rows.asked
@@ -99,11 +102,12 @@ def _sampling(plan: Plan, table: RequestTable, rows: Rows, tokens: np.ndarray) -
     steps = table.length[rows.slots] - rows.prompt_len
     penalties = _penalties(rows, tokens) if asked & PENALISED else None
     bias = _bias(rows, steps) if asked & (BIASED | MIN_TOKENS) else None
+    mask = masks.begin(rows, tokens) if masks is not None and asked & MASKED else None
     if not asked & DRAWN:
-        return Sampling(penalties=penalties, bias=bias, top_logprobs=top)
+        return Sampling(penalties=penalties, bias=bias, mask=mask, top_logprobs=top)
     return Sampling(rows.temperature, rows.uniform(steps), rows.top_k if asked & TOP_K else None,
                     rows.top_p if asked & TOP_P else None, rows.min_p if asked & MIN_P else None, penalties, bias,
-                    None, top)
+                    mask, top)
 
 
 def _penalties(rows: Rows, tokens: np.ndarray) -> Penalties:

@@ -5,8 +5,9 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from ..messages import Logprobs, TokenOutput, TokenOutputs, pack_ids
+from ..messages import FinishReason, Logprobs, TokenOutput, TokenOutputs, pack_ids
 from ..plan import StepResult
+from .request import Request
 
 _NONE = np.zeros(0, np.int32)
 
@@ -49,6 +50,16 @@ def scored_outputs(rows: np.ndarray, owners: np.ndarray, result: StepResult) -> 
         outputs.append(TokenOutput(request.id, tokens[one], logprobs=Logprobs(chosen[one], k, ids[most], top[most]),
                                    handle=request.handle))
     return outputs
+
+
+def output_of(request: Request, tokens: bytes = b"", finish: FinishReason | None = None, stop_id: int = -1,
+              logprobs: Logprobs | None = None, error: str = "", status: int = 500) -> TokenOutput:
+    """The next output of a request; its first one has what is told once."""
+    first, request.reported = not request.reported, True
+    return TokenOutput(request.id, tokens, finish, stop_id, request.prompt_len if first else 0,
+                       request.cached if first else 0, logprobs,
+                       request.prompt_scores() if first and finish not in ("abort", "error") else None, error,
+                       status, handle=request.handle)
 
 
 def token_logprobs(result: StepResult, row: int, k: int) -> Logprobs:

@@ -3,11 +3,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+import numpy as np
+
 from ..cache.manager import CacheManager
 from .admission import Limits
 from .plans import Chunk
 from .request import Request
 from .table import RequestTable
+
+LEAST = 2  # forced tokens that are worth a place among the prompts
 
 
 class Prefills:
@@ -97,6 +101,37 @@ class Prefills:
         shared = int(table.tree_pages[slot])
         table.tree_pages[slot], request.node = self._cache.commit(
             table.tokens[slot, :computed], table.pages[slot], shared, slot, request.domain, request.node, request.use)
+
+    def force(self, request: Request, tokens: list[int]) -> list[int]:
+        """Have a request that decodes go on with tokens which are known already, as with a prompt; those that it takes,
+        [] when it is left as it is.
+
+        Its step in flight samples the first of them. They end before the output's end, a token that would stop it, and
+        what memory there is.
+        """
+        slot, table, size = request.slot, self._table, self._limits.page_size
+        known = int(table.known[slot])
+        tokens = tokens[:max(0, int(table.end[slot]) - 1 - known)]
+        stops = [i for i, token in enumerate(tokens) if token in request.stop_ids]
+        tokens = tokens[:stops[0]] if stops else tokens
+        need = -(-(known + len(tokens)) // size) - int(table.page_count[slot])
+        if len(tokens) < LEAST or request.params.logprobs is not None or request.score or need > 0 and (
+                need + self._limits.max_running > self._cache.available):
+            return []
+        fresh = self._cache.take(need, slot) if need > 0 else None
+        if need > 0:
+            if fresh is None:
+                return []
+            table.add_row_pages(slot, fresh)
+        table.tokens[slot, known:known + len(tokens)] = tokens
+        table.known[slot] = table.length[slot] = known + len(tokens)
+        table.computed[slot] = known
+        table.last[slot] = tokens[-1]
+        table.generation[slot] += np.uint32(1)  # what the step in flight samples is one of these
+        request.stored = table.tokens[slot, :known + len(tokens)].tobytes()
+        request.go_ahead(tokens)
+        self.add(request)
+        return tokens
 
     def _catch_up(self, request: Request) -> None:
         """Skip prompt tokens whose pages another request has put into the tree since this one was admitted."""

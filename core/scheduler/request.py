@@ -2,10 +2,15 @@
 from __future__ import annotations
 
 import hashlib
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ..grammar.contract import REFUSED, Matcher
 from ..messages import FinishReason, Logprobs, SamplingParams, Submit, pack_ids, unpack_ids
+
+if TYPE_CHECKING:
+    from .table import RequestTable
 
 ID_BYTES = 4
 
@@ -16,21 +21,25 @@ class Request:
     are in the request table. slot: its row there while it runs, else 0. node: where its locked prefix ends in the radix
     tree. limit: most output tokens. turn: its number in order of first admission. left: the plan that sent it back.
     finish is set once and never changes. ticket is the schedule policy's, use the eviction policy's.
+    matcher: of its grammar, None without one, at the last token that the host knows. verdict: what it said of that, if
+    not to go on. stuck: it allows nothing. ahead: tokens that it forced, counted as known although the first is in
+    flight. goes_on: an end may have to be forbidden.
     """
 
     __slots__ = ("id", "handle", "params", "domain", "priority", "tenant", "ttft", "hint", "arrival", "started",
                  "prompt_len", "limit", "stored", "slot", "node", "finish", "stop_ids", "ban_ids", "bias_ids",
                  "bias_values", "history", "cached", "attempts", "turn", "left", "score", "scores", "reported",
-                 "ticket", "use")
+                 "ticket", "use", "matcher", "ahead", "verdict", "stuck", "goes_on")
 
-    def __init__(self, submit: Submit, eos_ids: tuple[int, ...], limit: int, handle: int = 0):
+    def __init__(self, submit: Submit, eos_ids: tuple[int, ...], limit: int, handle: int = 0, 
+                 matcher: Matcher | None = None):
         params = submit.params
         self.id, self.params, self.domain, self.priority = submit.id, params, submit.domain, submit.priority
         self.handle, self.tenant, self.ttft, self.hint = handle, submit.tenant, submit.ttft, submit.hint
         self.arrival, self.started = submit.arrival, 0.0
         self.stored, self.prompt_len, self.limit = submit.prompt, len(submit.prompt) // ID_BYTES, limit
         self.slot, self.node, self.finish, self.ticket, self.use = 0, None, None, None, None
-        self.stop_ids = eos_ids if not params.ignore_eos else ()
+        self.stop_ids = eos_ids if matcher is not None or not params.ignore_eos else ()
         if params.stop_token_ids:
             self.stop_ids = tuple(sorted({*self.stop_ids, *params.stop_token_ids}))
         self.ban_ids = self.bias_ids = self.bias_values = self.history = None
@@ -38,6 +47,9 @@ class Request:
         self.score = params.prompt_logprobs is not None
         self.scores: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
         self.reported = False
+        self.matcher, self.verdict, self.stuck = matcher, None, False
+        self.ahead: list[int] = []
+        self.goes_on = matcher is not None and bool(params.min_tokens or params.ignore_eos)
 
     @property
     def ids(self) -> np.ndarray:
@@ -49,6 +61,22 @@ class Request:
         """Tokens in `stored`: where its prefill ends while it runs."""
         return len(self.stored) // ID_BYTES
 
+    def go_ahead(self, tokens: list[int]) -> None:
+        """These tokens, of which the first is in flight, are known already."""
+        self.ahead = tokens
+        for token in tokens:
+            self.stuck |= not self.matcher.accept(token)
+            if self.history is not None:
+                self.history.add(token)
+
+    def is_refused(self, token: int) -> bool:
+        """Whether its grammar does not allow this token, its next one."""
+        return self.verdict == REFUSED or bool(self.ahead) and token != self.ahead[0]
+
+    def known_now(self, table: RequestTable) -> int:
+        """Tokens that the host knows, whether or not it runs."""
+        return int(table.known[self.slot]) if self.slot else self.known
+
     def prepare(self) -> None:
         """Make what only a running request needs, when it is first admitted."""
         bias = self.params.logit_bias
@@ -59,8 +87,10 @@ class Request:
             self.history = History(self.ids)
 
     def finish_reason(self, token: int, outputs: int) -> FinishReason | None:
-        """Why the output ends with this token, its `outputs`-th, or None."""
-        if token in self.stop_ids and outputs >= self.params.min_tokens:
+        """Why the output ends with this token, its `outputs`-th, or None. A grammar comes before min_tokens."""
+        if token in self.stop_ids and (outputs >= self.params.min_tokens or self.matcher is not None):
+            return "stop"
+        if self.verdict is not None:
             return "stop"
         return "length" if outputs >= self.limit else None
 

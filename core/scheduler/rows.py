@@ -6,7 +6,7 @@ from functools import cached_property
 import numpy as np
 
 from ..plan import Bias
-from .table import PENALISED, SCORED, RequestTable, draw
+from .table import MASKED, PENALISED, SCORED, RequestTable, draw
 
 AHEAD = 16  # draws of a row that are made at once, after the first
 # Columns that are set when a request comes to its row, and not again.
@@ -64,6 +64,11 @@ class Rows:
     def penalised(self) -> np.ndarray:
         """Which rows have penalties: indices, int32."""
         return (self.flags & PENALISED).nonzero()[0].astype(np.int32)
+
+    @cached_property
+    def masked(self) -> np.ndarray:
+        """Which rows have a grammar: indices, int32."""
+        return (self.flags & MASKED).nonzero()[0].astype(np.int32)
 
     def uniform(self, steps: np.ndarray) -> np.ndarray:
         """Each row's draw at these positions of its output, int32 [n]: float32 [n].

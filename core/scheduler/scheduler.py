@@ -12,15 +12,19 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 
 from ..cache.manager import CacheManager
+from ..grammar.contract import Matcher
 from ..messages import FinishReason, Logprobs, Submit, TokenOutput, pack_ids
 from ..plan import StepResult
 from .admission import Limits, check_request
+from .ledger import prove
+from .masks import REFUSED_TOKEN, Ask, Masks
 from .outlook import Growth, Pace
-from .outputs import StepOutputs, scored_outputs, token_logprobs
+from .outputs import StepOutputs, output_of, scored_outputs, token_logprobs
 from .plans import Chunk, Plan
 from .policy import POLICIES, View
 from .preemption import victims
@@ -29,18 +33,23 @@ from .request import Request
 from .rows import Rows
 from .stats import SchedulerStats
 from .table import RequestTable
-from .waiting import Waiting
+from .waiting import Waiting, overdue
 
 NOT_A_NUMBER = "the model's output is not a number (NaN): its weights are broken, or the way they are computed with is"
 LOOK_AGAIN = 16  # plans after which admission is tried again, or shares are counted, though nothing has changed
 
 
 class Scheduler:
-    """Owns the requests and their pages. Every method leaves the ledger whole; `verify` proves it."""
+    """Owns the requests and their pages. Every method leaves the ledger whole; `verify` proves it.
 
-    def __init__(self, limits: Limits, cache: CacheManager, policy: str = "lpm"):
+    grammars, ask: as `Masks` takes them.
+    """
+
+    def __init__(self, limits: Limits, cache: CacheManager, policy: str = "lpm", grammars: Any = None,
+                 ask: Ask | None = None):
         self.limits, self.cache = limits, cache
         self.table = RequestTable(limits.max_running + 1, limits.max_pages, limits.max_model_len, limits.vocab_size)
+        self.masks = Masks(self.table, limits.max_running, limits.vocab_size, grammars, ask)
         self.stats, self.growth = SchedulerStats(), Growth()
         self.pace = Pace(limits.itl_target, limits.chunk)
         self._policy = POLICIES.create(policy)
@@ -62,17 +71,23 @@ class Scheduler:
 
     # ---- requests in and out
 
-    def submit(self, submit: Submit, now: float) -> None:
-        """Queue a request. Raises `RequestError` when it can never run, `Overloaded` when the queue is full."""
-        limit = check_request(submit, self.limits)
-        if submit.id in self._by_id:
-            raise ValueError(f"request id {submit.id!r} is in use")
-        self.queue.check(0 if self._short else self.table.free, self.pace.per_token)
-        request = Request(submit, self._eos, limit, next(self._handles) & 0x7FFFFFFF)
+    def submit(self, submit: Submit, now: float, matcher: Matcher | None = None) -> None:
+        """Queue a request. Raises as `check` does."""
+        limit = self.check(submit)
+        request = Request(submit, self._eos, limit, next(self._handles) & 0x7FFFFFFF, matcher)
         request.arrival = request.arrival or now
         self._by_id[request.id] = request
         self.queue.add(request)
         self._changes += 1
+
+    def check(self, submit: Submit) -> int:
+        """The most tokens its output can have. Raises `RequestError` when it can never run, `Overloaded` when the queue
+        is full."""
+        limit = check_request(submit, self.limits)
+        if submit.id in self._by_id:
+            raise ValueError(f"request id {submit.id!r} is in use")
+        self.queue.check(0 if self._short else self.table.free, self.pace.per_token)
+        return limit
 
     def abort(self, ids: Iterable[str], reason: FinishReason = "abort", error: str = "") -> None:
         """End these requests in whatever state they are; the next `settle` or `ended` reports them."""
@@ -85,6 +100,10 @@ class Scheduler:
         """Outputs of requests that ended outside a step since the last call."""
         ended, self._ended = self._ended, []
         return ended
+
+    def report(self, output: TokenOutput) -> None:
+        """Have `ended` tell of a request that never came here."""
+        self._ended.append(output)
 
     @property
     def has_ended(self) -> bool:
@@ -140,6 +159,13 @@ class Scheduler:
         if ready:
             self._decoding = np.concatenate([self._decoding, np.array(ready, np.int32)])
 
+    def fill_masks(self) -> None:
+        """Fill the masks of the step that was launched last, before anything else is planned."""
+        for request, tokens in self.masks.fill():
+            if taken := self._prefills.force(request, tokens):
+                self._decoding = self._decoding[self._decoding != request.slot]
+                self.stats.forced_tokens += len(taken) - 1
+
     def settle(self, plan: Plan, result: StepResult) -> StepOutputs:
         """Take in a step's result: append tokens, end requests, report. Requests that ended meanwhile are skipped."""
         self._timed = (self._timed[0], plan)
@@ -175,19 +201,7 @@ class Scheduler:
 
     def verify(self) -> None:
         """Every page has one holder, every lock is accounted for. Raises with the page or node at fault."""
-        held = {slot: self.table.pages[slot, self.table.tree_pages[slot]:self.table.page_count[slot]]
-                for slot in self._running}
-        self.cache.verify(held)
-        for slot, request in self._running.items():
-            prefix, path = self.table.pages[slot, :self.table.tree_pages[slot]], self.cache.tree.path(request.node)
-            assert np.array_equal(prefix, path), f"request {request.id} reads pages {prefix}, locked are {path}"
-            assert self.table.owner[slot] is request and request.slot == slot, f"slot {slot} is not {request.id}'s"
-        assert set(self._prefills) <= set(self._running.values()), "a request prefills without a slot"
-        assert set(self._decoding.tolist()) <= set(self._running), "a slot decodes without a request"
-        assert len(set(self._decoding.tolist())) == len(self._decoding), "a slot decodes twice"
-        assert self.table.free + len(self._running) == self.limits.max_running, "a slot is lost"
-        assert len(self._running) + len(self.queue) == len(self._by_id), "a request neither runs nor waits"
-        assert self.queue.tokens == sum(r.known for r in self.queue), "queued tokens are miscounted"
+        prove(self)
 
     # ---- planning
 
@@ -365,6 +379,7 @@ class Scheduler:
         slots, owners, tokens = rows.slots, rows.owners, tokens[:len(rows.slots)]
         known = table.known[slots] + 1
         odd = (known >= rows.end) | (table.generation[slots] != rows.generations) | table.may_stop(tokens)
+        self.masks.take(plan, result, odd)
         scored, plain, penalised = rows.scored, rows.plain, rows.penalised
         if len(scored):
             odd[scored] |= np.isnan(result.logprobs[scored])
@@ -394,14 +409,23 @@ class Scheduler:
         if scored and np.isnan(result.logprobs[row]):
             return self._end(request, "error", NOT_A_NUMBER)
         token = int(result.tokens[row])
+        if request.is_refused(token):
+            return self._end(request, "error", REFUSED_TOKEN)
+        if request.ahead:
+            tokens, request.ahead = request.ahead, []
+            self.stats.generated_tokens += len(tokens)
+            if request.verdict is not None:
+                return self._finish(request, "stop", -1, full, pack_ids(tokens))
+            return full.append(output_of(request, pack_ids(tokens)))
         outputs = self._append(request, token)
         self.stats.generated_tokens += 1
         reason = request.finish_reason(token, outputs)
         logprobs = token_logprobs(result, row, request.params.logprobs) if scored else None
         if reason:
-            self._finish(request, reason, token if reason == "stop" else -1, full, pack_ids([token]), logprobs)
+            stop_id = token if reason == "stop" and token in request.stop_ids else -1
+            self._finish(request, reason, stop_id, full, pack_ids([token]), logprobs)
         else:
-            full.append(self._output(request, pack_ids([token]), logprobs=logprobs))
+            full.append(output_of(request, pack_ids([token]), logprobs=logprobs))
 
     def _append(self, request: Request, token: int) -> int:
         """One more sampled token: how many the output has now."""
@@ -425,25 +449,17 @@ class Scheduler:
         if not request.finish and (request.slot == chunk.slot or not request.score):
             request.scores.append((result.logprobs[rows], result.top_ids[rows, :k], result.top_logprobs[rows, :k]))
 
-    def _output(self, request: Request, tokens: bytes = b"", finish: FinishReason | None = None, stop_id: int = -1,
-                logprobs: Logprobs | None = None, error: str = "", status: int = 500) -> TokenOutput:
-        first, request.reported = not request.reported, True
-        return TokenOutput(request.id, tokens, finish, stop_id, request.prompt_len if first else 0,
-                           request.cached if first else 0, logprobs,
-                           request.prompt_scores() if first and finish not in ("abort", "error") else None, error,
-                           status, handle=request.handle)
-
     # ---- endings
 
     def _finish(self, request: Request, reason: FinishReason, stop_id: int, full: list[TokenOutput],
                 tokens: bytes = b"", logprobs: Logprobs | None = None) -> None:
         self._close(request, reason)
-        full.append(self._output(request, tokens, reason, stop_id, logprobs))
+        full.append(output_of(request, tokens, reason, stop_id, logprobs))
 
     def _end(self, request: Request, reason: FinishReason, error: str = "", status: int = 500) -> None:
         if not request.finish:
             self._close(request, reason)
-            self._ended.append(self._output(request, finish=reason, error=error, status=status))
+            self._ended.append(output_of(request, finish=reason, error=error, status=status))
 
     def _close(self, request: Request, reason: FinishReason) -> None:
         request.finish = reason
@@ -478,11 +494,6 @@ class Scheduler:
     def _expire(self, now: float) -> None:
         if now < self._next_expiry:
             return
-        self._next_expiry, limits = now + 1.0, self.limits
-        for request in [r for r in self.queue if not r.attempts and now - r.arrival > limits.waiting_timeout]:
-            self._end(request, "error", f"waited {now - request.arrival:.0f} s, the limit is "
-                                        f"{limits.waiting_timeout:.0f} s (--waiting-timeout)", status=503)
-        started = [*self._running.values(), *(r for r in self.queue if r.attempts)]
-        for request in [r for r in started if now - r.started > limits.running_timeout]:
-            self._end(request, "error", f"ran {now - request.started:.0f} s, the limit is "
-                                        f"{limits.running_timeout:.0f} s (--running-timeout)", status=504)
+        self._next_expiry = now + 1.0
+        for request, words, status in list(overdue(self.queue, self._running.values(), self.limits, now)):
+            self._end(request, "error", words, status=status)

@@ -20,6 +20,7 @@ class SchedulerStats:
         self.reprefill_tokens = 0         # tokens of retracted requests at their later admissions
         self.reprefill_cached_tokens = 0  # of those, found in the cache
         self.generated_tokens = 0
+        self.forced_tokens = 0            # of those, known without being sampled, since a grammar allows no others
         self.preemptions = 0
         self.queue_seconds = 0.0          # summed over first admissions
         self.finish_reasons: Counter[str] = Counter()

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 GREEDY = 1e-5  # a temperature below this is greedy: dividing by it would overflow float32 logits
 # What a row asks for beyond its token, as bits: one look at a batch tells which parts of a step are needed.
-DRAWN, TOP_K, TOP_P, MIN_P, PENALISED, BIASED, MIN_TOKENS, SCORED = (1 << i for i in range(8))
+DRAWN, TOP_K, TOP_P, MIN_P, PENALISED, BIASED, MIN_TOKENS, SCORED, MASKED = (1 << i for i in range(9))
 
 SOME_PAGES = 64  # of a row, to begin with
 
@@ -55,6 +55,7 @@ class RequestTable:
     tokens: what the host knows, prompt first; memory is taken as it is written.  end: length at which the output ends.
     owner: the request of a row.  generation: grows when a row changes hands, so that a step in flight is told from it.
     seed: mixed.  charged: known tokens that the schedule policy has been told of.  flags: the bits above.
+    min_tokens: 0 where a grammar's mask sees to it.
     A row of `pages` is 0 from `page_count` on.
     """
 
@@ -68,7 +69,7 @@ class RequestTable:
         self._max_pages = max_pages
         self.pages = np.zeros((seqs, min(max_pages, SOME_PAGES)), np.int32)
         self.tokens = np.zeros((seqs, max_len), np.int32)
-        self.seed, self.flags, self.generation = zeros(np.uint64), zeros(np.uint8), zeros(np.uint32)
+        self.seed, self.flags, self.generation = zeros(np.uint64), zeros(np.uint16), zeros(np.uint32)
         self.owner = np.full(seqs, None, object)
         self.logprobs[0], self.top_p[0], self.repetition[0] = -1, 1, 1  # for rows that sample nothing
         self._free = list(range(seqs - 1, 0, -1))
@@ -83,16 +84,17 @@ class RequestTable:
     def take(self, request: Request) -> int:
         """A free slot, filled for `request` with the tokens that it has."""
         slot, p, ids = self._free.pop(), request.params, request.ids
-        count, drawn = len(ids), p.temperature >= GREEDY
+        count, drawn, free = len(ids), p.temperature >= GREEDY, request.matcher is None
         self.tokens[slot, :count] = ids
         self._ints[:, slot] = (count, count, count, ids[-1], request.prompt_len, request.prompt_len + request.limit,
-                               request.handle, p.top_k, p.min_tokens, -1 if p.logprobs is None else p.logprobs, 0, 0, 0)
+                               request.handle, p.top_k, p.min_tokens * free,
+                               -1 if p.logprobs is None else p.logprobs, 0, 0, 0)
         self._floats[:, slot] = (p.temperature if drawn else 0, p.top_p, p.min_p, p.repetition_penalty,
                                  p.presence_penalty, p.frequency_penalty)
         self.seed[slot], self.owner[slot] = mixed((p.seed or 0) % 2**64), request
         asks = ((DRAWN, drawn), (TOP_K, drawn and p.top_k), (TOP_P, drawn and p.top_p < 1), (MIN_P, drawn and p.min_p),
-                (PENALISED, request.history), (BIASED, p.logit_bias), (MIN_TOKENS, p.min_tokens),
-                (SCORED, p.logprobs is not None))
+                (PENALISED, request.history), (BIASED, p.logit_bias), (MIN_TOKENS, p.min_tokens and free),
+                (SCORED, p.logprobs is not None), (MASKED, not free))
         self.flags[slot] = sum([bit for bit, asked in asks if asked])
         self._stops[request.ban_ids] += 1
         self._stopping[request.ban_ids] = True
@@ -112,6 +114,13 @@ class RequestTable:
         self.reserve(int(counts.max()) + 1)
         self.pages[slots, counts] = pages
         self.page_count[slots] = counts + 1
+
+    def add_row_pages(self, slot: int, pages: np.ndarray) -> None:
+        """Further pages for one row."""
+        count = int(self.page_count[slot])
+        self.reserve(count + len(pages))
+        self.pages[slot, count:count + len(pages)] = pages
+        self.page_count[slot] = count + len(pages)
 
     def give_back(self, slot: int) -> None:
         """The slot is free again."""

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from ..errors import Overloaded
 from .admission import Limits
@@ -52,3 +52,16 @@ class Waiting:
             return
         raise Overloaded(f"{what}: try again later or raise --max-queued-{flag}",
                          retry_after=min(MOST_WAIT, max(1.0, math.ceil(self.tokens * pace / 2))))
+
+
+def overdue(waiting: Waiting, running: Iterable[Request], limits: Limits, now: float,
+            ) -> Iterator[tuple[Request, str, int]]:
+    """Requests that have waited or run for too long, with what they are told and the HTTP status."""
+    for request in waiting:
+        if not request.attempts and now - request.arrival > limits.waiting_timeout:
+            yield request, (f"waited {now - request.arrival:.0f} s, the limit is {limits.waiting_timeout:.0f} s "
+                            "(--waiting-timeout)"), 503
+    for request in [*running, *(r for r in waiting if r.attempts)]:
+        if now - request.started > limits.running_timeout:
+            yield request, (f"ran {now - request.started:.0f} s, the limit is {limits.running_timeout:.0f} s "
+                            "(--running-timeout)"), 504

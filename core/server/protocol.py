@@ -148,6 +148,18 @@ class SamplingFields(Body):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     n: Count | None = Field(None, ge=1)
+    # One of these at most; `core.server.structured` reads them.
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    json_schema: Any = None
+    regex: Any = None
+    ebnf: Any = None
+    grammar: Any = None
+    structural_tag: Any = None
 
 
 class CacheHintFields(Body):
@@ -244,11 +256,10 @@ class DetokenizeRequest(Body):
 
 LATER = "is not supported yet"
 REFUSED: dict[str, str] = {
-    **dict.fromkeys(("tools", "functions", "function_call", "structured_outputs", "guided_json", "guided_regex",
-                     "guided_choice", "guided_grammar", "json_schema", "regex", "ebnf", "grammar", "bad_words",
-                     "allowed_token_ids", "lora_path", "lora_adapter", "stop_regex", "logits_processors",
-                     "image_data", "audio_data", "video_data", "truncate_prompt_tokens", "suffix",
-                     "return_hidden_states", "thinking_token_budget", "documents", "moderation"), LATER),
+    **dict.fromkeys(("tools", "functions", "function_call", "bad_words", "allowed_token_ids", "lora_path",
+                     "lora_adapter", "stop_regex", "logits_processors", "image_data", "audio_data", "video_data",
+                     "truncate_prompt_tokens", "suffix", "return_hidden_states", "thinking_token_budget", "documents",
+                     "moderation"), LATER),
     "prompt_embeds": "is not supported: prompts are text or token ids",
     "chat_template": "is refused: the server decides the template (--chat-template)",
     "custom_logit_processor": "is refused: code from clients is never run",
@@ -270,10 +281,6 @@ def refuse_unsupported(body: dict[str, Any]) -> None:
     choice = body.get("tool_choice")
     if choice not in (None, "none", "auto"):
         raise RequestError(f"tool_choice other than none {LATER}", param="tool_choice", code="unsupported_parameter")
-    form = body.get("response_format")
-    if form is not None and not (isinstance(form, dict) and form.get("type") == "text"):
-        raise RequestError(f"response_format other than {{'type': 'text'}} {LATER}", param="response_format",
-                           code="unsupported_parameter")
     if body.get("modalities") not in (None, [], ["text"]):
         raise RequestError(f"modalities other than ['text'] {LATER}", param="modalities", code="unsupported_parameter")
 

@@ -11,6 +11,7 @@ import numpy as np
 from ..errors import RequestError, shown
 from ..messages import SamplingParams
 from .protocol import INT64, SamplingFields
+from .structured import grammar_of
 
 COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
 SHAPING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -137,7 +138,8 @@ def sampling_params(fields: SamplingFields, bounds: Bounds, max_tokens: int, log
         frequency_penalty=_or(fields.frequency_penalty, 0.0), logit_bias=_logit_bias(fields.logit_bias, bounds),
         stop=tuple(dict.fromkeys(fields.stop or ())), stop_token_ids=tuple(stop_ids or ()),
         include_stop=bool(fields.include_stop_str_in_output), ignore_eos=bool(fields.ignore_eos),
-        skip_special=_or(fields.skip_special_tokens, True), logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+        skip_special=_or(fields.skip_special_tokens, True), logprobs=logprobs, prompt_logprobs=prompt_logprobs,
+        grammar=grammar_of(fields))
 
 
 def nth_seed(seed: int, index: int) -> int:

@@ -38,7 +38,7 @@ def arrays(sampling: Sampling, targets: np.ndarray) -> dict[str, np.ndarray]:
     for name in ("penalties", "bias", "mask"):
         part = getattr(sampling, name)
         if part is not None:
-            found |= {f"{name}.{field}": value for field, value in part._asdict().items()}
+            found |= {f"{name}.{field}": value for field, value in part._asdict().items() if not callable(value)}
     wide = {name: np.asarray(value) for name, value in found.items() if value is not None}
     return {name: value.astype(np.float32 if value.dtype.kind == "f" else value.dtype, copy=False)
             for name, value in wide.items()} | {"targets": targets}

@@ -140,6 +140,8 @@ class Step:
     def _sample(self, launched: Launched, state: State, batch: Batch, logits: torch.Tensor, inputs: torch.Tensor,
                 owners: torch.Tensor) -> None:
         runtime, sampling = self.runtime, batch.sampling
+        if sampling.mask is not None:
+            sampling.mask.ready()  # while the device computes the logits
         host = runtime.kernels.sampling_arrays(sampling, batch.targets)
         fed = runtime.staging.feed(host | {"rows": batch.logit_rows})
         top = None if sampling.top_logprobs is None else len(sampling.top_logprobs)

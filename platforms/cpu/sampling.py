@@ -49,6 +49,7 @@ def adjust(logits: torch.Tensor, sampling: Sampling, inputs: np.ndarray) -> torc
 
 
 def apply_mask(logits: torch.Tensor, mask: Mask) -> None:
+    mask.ready()
     bits = np.unpackbits(mask.bits.astype("<u4", copy=False).view(np.uint8), axis=1, bitorder="little")
     banned = torch.from_numpy(bits[:, :logits.shape[1]] == 0)
     rows = torch.from_numpy(mask.rows)

@@ -14,7 +14,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from ...core.platform import Batch, Sampling, StepResult
+from ...core.platform import Batch, Mask, Sampling, StepResult
 from .attention import AttentionPlan, Sizes, plan_arrays
 from .ops import Logits, Ops, State, Turns
 from .quant import Device
@@ -111,6 +111,8 @@ class Step:
         values, inputs, caches = trace.call(state.caches, state.last, fed)
         last = state.last
         if trace.samples:
+            if batch.sampling.mask is not None:
+                self._wait_for_mask(batch.sampling.mask, state, [values, *caches])
             output = sample(values, batch.targets, batch.sampling, inputs)
             # What is not sampled goes to slot 0, which is nobody's.
             slots = np.where(batch.targets == -1, host["owners"][batch.logit_rows], 0)
@@ -121,6 +123,14 @@ class Step:
             output, arrays = values, [values]
         state.caches, state.last = caches, last
         return output, [*arrays, last, *caches]
+
+    def _wait_for_mask(self, mask: Mask, state: State, arrays: list[mx.array]) -> None:
+        """While the device computes what comes before sampling. The engine, whom this waits for, takes in the step
+        before first, so that one's result is handed over now."""
+        self.line.settle()
+        state.caches = arrays[1:]  # whoever holds the old ones has them copied
+        mx.async_eval(arrays)
+        mask.ready()
 
     def _trace(self, *key: Any) -> Trace:
         trace = self.traces.get(key)

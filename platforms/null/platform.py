@@ -21,6 +21,7 @@ from ...core.platform import (
     Batch,
     Bucket,
     Manifest,
+    Mask,
     RawTensor,
     StateSpec,
     StepResult,
@@ -40,6 +41,20 @@ def next_token(context: np.ndarray, vocab: int) -> int:
         digest = int((powers * (context.astype(np.uint64) + np.uint64(1))).sum())
     digest ^= digest >> 29
     return (digest * 0xBF58476D1CE4E5B9 % 2**64 >> 32) % vocab
+
+
+def nearest(token: int, allowed: np.ndarray | None) -> int:
+    """The token, or the first one after it, in a circle, that is allowed."""
+    return token if allowed is None else int((token + np.roll(allowed, -token).argmax()) % len(allowed))
+
+
+def allowed_tokens(mask: Mask) -> np.ndarray:
+    """bool [M, 32 * words]; waits for the mask. Raises AssertionError for a row that allows nothing."""
+    mask.ready()
+    bits = np.unpackbits(mask.bits.astype("<u4", copy=False).view(np.uint8), axis=1, bitorder="little").astype(bool)
+    empty = np.flatnonzero(~bits.any(1))
+    assert not len(empty), f"the mask of logit row {mask.rows[empty[0]]} allows no token"
+    return bits
 
 
 @dataclass
@@ -125,7 +140,10 @@ class Platform:
     def _constant(self, state: State, batch: Batch, bucket: Bucket | None) -> StepResult:
         if self._delay:
             time.sleep(self._delay)
-        return self._result(np.where(batch.targets < 0, 1, batch.targets).astype(np.int32), batch)
+        tokens = np.where(batch.targets < 0, 1, batch.targets).astype(np.int32)
+        if batch.sampling.mask is not None:
+            tokens[batch.sampling.mask.rows] = allowed_tokens(batch.sampling.mask).argmax(1)
+        return self._result(tokens, batch)
 
     def _checked(self, state: State, batch: Batch, bucket: Bucket | None) -> StepResult:
         if self._delay:
@@ -134,19 +152,20 @@ class Platform:
         tokens = self._inputs(state, batch, real)
         check_batch(batch, state.page_size, bucket)
         state.tokens[batch.slots[:real]], state.positions[batch.slots[:real]] = tokens, batch.positions[:real]
-        out = np.zeros(len(batch.targets), np.int32)
+        out, mask = np.zeros(len(batch.targets), np.int32), batch.sampling.mask
+        allowed = {} if mask is None else dict(zip(mask.rows.tolist(), allowed_tokens(mask), strict=True))
         for i, (row, target) in enumerate(zip(batch.logit_rows.tolist(), batch.targets.tolist(), strict=True)):
             if target == -2:
                 continue
             context = self._context(state, batch, row)
-            out[i] = self._next(context, batch, i) if target == -1 else target
+            out[i] = self._next(context, batch, i, allowed.get(i)) if target == -1 else target
             if target == -1:
                 state.last[batch.seqs[batch.rows[row]]] = out[i]
         return self._result(out, batch)
 
-    def _next(self, context: np.ndarray, batch: Batch, i: int) -> int:
-        """The token of logit row `i` of the batch, which follows `context`."""
-        return next_token(context, self._vocab)
+    def _next(self, context: np.ndarray, batch: Batch, i: int, allowed: np.ndarray | None) -> int:
+        """The token of logit row `i` of the batch, which follows `context`: of those that its mask allows, bool [V]."""
+        return nearest(next_token(context, self._vocab), allowed)
 
     def _inputs(self, state: State, batch: Batch, real: int) -> np.ndarray:
         last = state.last[batch.seqs[batch.rows[:real]]]

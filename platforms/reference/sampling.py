@@ -18,6 +18,7 @@ def best_ids(logits: np.ndarray, count: int) -> np.ndarray:
 
 
 def apply_mask(logits: np.ndarray, mask: Mask) -> None:
+    mask.ready()
     bits = np.unpackbits(mask.bits.astype("<u4").view(np.uint8), axis=1, bitorder="little")
     allowed = bits[:, :logits.shape[1]].astype(bool)
     logits[mask.rows] = np.where(allowed, logits[mask.rows], -np.inf)

@@ -62,8 +62,10 @@ def pack_sampling(batch: Batch) -> tuple[np.ndarray, Layout]:
         arrays["top_logprobs"] = fill(sampling.top_logprobs)
     for name in ("penalties", "bias", "mask"):
         part = getattr(sampling, name)
-        for field in part._fields if part is not None else ():
-            values, listed = getattr(part, field), field not in ("pending", "repetition", "presence", "frequency")
+        for field, values in part._asdict().items() if part is not None else ():
+            if callable(values):
+                continue
+            listed = field not in ("pending", "repetition", "presence", "frequency")
             arrays[f"{name}.{field}"] = fill(values, rows if field == "rows" else 0) if listed else values
     return pack({name: array if array.dtype in (np.float32, np.uint32) else array.astype(np.int32, copy=False)
                  for name, array in arrays.items()})
@@ -131,6 +133,8 @@ class CompiledStep:
             result, layers = self.program(self.weights, state.layers, state.last, *self._sent(pack_batch(batch)))
             state = State(state.spec, layers, state.last)
             if isinstance(result, Logits):
+                if batch.sampling.mask is not None:
+                    batch.sampling.mask.ready()  # while the model's program runs
                 result, last = _sampler(result.values, state.last, *self._sent(pack_sampling(batch)))
                 state = State(state.spec, layers, last)
             for array in jax.tree.leaves(result):

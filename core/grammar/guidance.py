@@ -1,0 +1,159 @@
+"""Grammars by the `llguidance` library: an Earley parser over derivatives of regular expressions, and a token trie.
+
+Nothing is approximated: what the library does not know it refuses, and `schema.check` refuses what it reads otherwise.
+"""
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import llguidance
+import numpy as np
+
+from ..errors import cut
+from .contract import BACKENDS, COMPLETE, GOES_ON, KINDS, REFUSED, Grammar, GrammarBackend, GrammarError, Matcher
+from .schema import check
+from .tags import tags_to_lark
+from .vocabulary import Vocabulary
+
+# Fuel of the lexer's and the parser's work: about 20 ms for a grammar and 15 ms for a token at most, see the library's
+# documentation; memory of about 2 kB a state.
+LIMITS = {"max_items_in_row": 2000, "initial_lexer_fuel": 1_000_000, "step_lexer_fuel": 200_000,
+          "step_max_items": 50_000, "max_lexer_states": 50_000, "max_grammar_size": 200_000, "verbose_errors": False}
+# Between the parts of JSON: nothing, a space, or a new line with an indent. Without a bound a model that is not sure
+# what to say may write spaces for ever.
+SPACES = r"( |\n[ ]{0,32}|\n\t{0,8})?"
+JSON = {"whitespace_pattern": SPACES, "lenient": False, "coerce_one_of": False}
+MAX_THREADS = 8
+
+
+class _Words:
+    """A vocabulary as the library asks for it."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, vocabulary: Vocabulary):
+        self.tokens, self.special_token_ids = vocabulary.tokens, sorted(vocabulary.special)
+        self.eos_token_id = vocabulary.eos[0]
+        self._vocabulary = vocabulary
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        if isinstance(text, bytes):
+            text = text.decode()
+        return self._vocabulary.encode(text)
+
+
+class Guided(Matcher):
+    """A matcher of the library's."""
+
+    __slots__ = ("state", "_spells")
+
+    def __init__(self, state: llguidance.LLMatcher, spells: bool):
+        self.state, self._spells = state, spells
+
+    def fill(self, row: np.ndarray) -> None:
+        self.state.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        if self.state.is_error():  # it would allow the end
+            row[:] = 0
+
+    def accept(self, token: int) -> bool:
+        return self.state.consume_token(token)
+
+    def rollback(self, count: int) -> None:
+        if not self.state.rollback(count):
+            raise ValueError(f"{count} tokens cannot be taken back: {reason(self.state)}")
+
+    def forced(self) -> list[int]:
+        return self.state.compute_ff_tokens() if self._spells else []
+
+    def is_complete(self) -> bool:
+        return self.state.is_stopped() and not self.state.is_error()
+
+    def clone(self) -> Guided:
+        return Guided(self.state.deep_copy(), self._spells)
+
+
+class GuidedGrammar(Grammar):
+    """A compiled grammar: a matcher at its beginning, which is copied."""
+
+    def __init__(self, first: Guided):
+        self._first = first
+
+    def start(self) -> Guided:
+        return self._first.clone()
+
+
+class Guidance(GrammarBackend):
+    """Takes all kinds. Rows of a batch are filled on several threads."""
+
+    kinds = tuple(KINDS)
+
+    def __init__(self, vocabulary: Vocabulary):
+        super().__init__(vocabulary)
+        if not vocabulary.eos:
+            raise GrammarError("structured output needs a token that ends an output, and this model names none")
+        self._tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Words(vocabulary)), vocabulary.size,
+                                                 list(vocabulary.eos))
+        self._limits = llguidance.LLParserLimits(**LIMITS)
+        self._threads = llguidance.LLExecutor(max(1, min(MAX_THREADS, (os.cpu_count() or 1))))
+
+    def compile(self, kind: str, source: str) -> GuidedGrammar:
+        state = llguidance.LLMatcher(self._tokenizer, self._grammar(kind, source), log_level=0, limits=self._limits)
+        if state.is_error():
+            raise GrammarError(reason(state))
+        first = Guided(state, self.vocabulary.spells)
+        row = np.zeros(-(-self.vocabulary.size // 32), np.uint32)
+        first.clone().fill(row)
+        if not row.any():
+            raise GrammarError("no text satisfies it, or it is too complex to begin")
+        return GuidedGrammar(first)
+
+    def fill(self, matchers: Sequence[Guided], bits: np.ndarray) -> None:
+        if len(matchers) == 1:
+            return matchers[0].fill(bits[0])
+        states = [matcher.state for matcher in matchers]
+        self._threads.unsafe_compute_mask_ptr(list(zip(states, range(len(states)), strict=True)), bits.ctypes.data,
+                                              bits.strides[0], len(bits))
+        failed = [i for i, state in enumerate(states) if state.is_error()]
+        if failed:
+            bits[failed] = 0
+
+    def accept(self, matchers: Sequence[Guided], tokens: Sequence[int]) -> np.ndarray:
+        states = [matcher.state for matcher in matchers]
+        taken = self._threads.consume_token_par(list(zip(states, tokens, strict=True)))
+        return np.array([(COMPLETE if state.is_stopped() else GOES_ON) if ok else REFUSED
+                         for ok, state in zip(taken, states, strict=True)], np.int8)
+
+    def _grammar(self, kind: str, source: str) -> str:
+        if kind in ("json_object", "json_schema"):
+            schema = {"type": "object"} if kind == "json_object" else check(source)
+            return llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=JSON)
+        if kind == "structural_tag":
+            return llguidance.LLMatcher.grammar_from_lark(tags_to_lark(source, self.vocabulary.names, SPACES))
+        if kind == "regex":
+            return llguidance.LLMatcher.grammar_from_regex(source)
+        if kind == "choice":
+            return llguidance.LLMatcher.grammar_from_lark(
+                "start: " + " | ".join(json.dumps(each) for each in json.loads(source)))
+        if kind == "grammar":
+            return self._context_free(source)
+        raise GrammarError(f"grammars of the kind {kind!r} are unknown; there are: {', '.join(KINDS)}")
+
+    @staticmethod
+    def _context_free(source: str) -> str:
+        try:
+            return llguidance.grammar_from("grammar", source)
+        except (ValueError, RecursionError, IndexError, KeyError) as error:
+            raise GrammarError(cut(str(error) or type(error).__name__, 500)) from None
+
+
+def reason(state: Any) -> str:
+    """Why a matcher of the library's has failed, for people: nothing of its inside."""
+    text = state.get_error().partition("<backtrace>")[0].partition("<state>")[0].strip()
+    return "the library failed on it" if text.startswith("panic") else cut(text, 500)
+
+
+BACKENDS.register("llguidance", Guidance)

@@ -1,0 +1,96 @@
+"""Compiled grammars of one model: made in threads beside the engine's loop, kept while they are asked for."""
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from ..errors import IsthmusError
+from ..messages import GrammarSpec
+from .contract import BACKENDS, KINDS, Grammar, GrammarBackend, GrammarError
+from .vocabulary import Vocabulary
+
+THREADS = 2
+KEPT = 256              # grammars
+KEPT_BYTES = 2**24      # of their sources
+MAX_SOURCE = 2**18      # bytes of one
+PACKAGES = {"llguidance": ".guidance"}
+
+
+class Library:
+    """Grammars by what they are written in. vocabulary: makes the model's, at the first request that needs it.
+
+    Failures are not kept. `seconds` and `compiled` count what compiling took.
+    """
+
+    def __init__(self, backend: str, vocabulary: Callable[[], Vocabulary]):
+        self._name, self._vocabulary = backend, vocabulary
+        self._made: GrammarBackend | None = None
+        self._making, self._lock = threading.Lock(), threading.Lock()
+        self._pool = ThreadPoolExecutor(THREADS, "grammar")
+        self._kept: OrderedDict[tuple[str, str], Future[Grammar]] = OrderedDict()
+        self._bytes = 0
+        self.compiled, self.seconds = 0, 0.0
+
+    def ask(self, spec: GrammarSpec) -> Future[Grammar]:
+        """The grammar, perhaps later. The future raises `GrammarError`, or what a broken installation raises."""
+        key = spec.kind, spec.source
+        future = self._kept.get(key)
+        if future is not None and not (future.done() and future.exception() is not None):
+            self._kept.move_to_end(key)
+            return future
+        check_spec(spec)
+        if future is None:
+            self._bytes += len(spec.source)
+        future = self._kept[key] = self._pool.submit(self._compile, spec)
+        while len(self._kept) > KEPT or self._bytes > KEPT_BYTES and len(self._kept) > 1:
+            self._bytes -= len(self._kept.popitem(last=False)[0][1])
+        return future
+
+    @property
+    def backend(self) -> GrammarBackend:
+        """The backend, made at its first use: a token trie of the vocabulary takes a moment."""
+        with self._making:
+            if self._made is None:
+                self._made = open_backend(self._name, self._vocabulary())
+            return self._made
+
+    def close(self) -> None:
+        """Start nothing more."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _compile(self, spec: GrammarSpec) -> Grammar:
+        backend = self.backend
+        if spec.kind not in backend.kinds:
+            raise GrammarError(f"the grammar backend {self._name} takes no {spec.kind}; it takes: "
+                               f"{', '.join(backend.kinds)}")
+        began = time.perf_counter()
+        try:
+            return backend.compile(spec.kind, spec.source)
+        finally:
+            with self._lock:
+                self.compiled += 1
+                self.seconds += time.perf_counter() - began
+
+
+def check_spec(spec: GrammarSpec) -> None:
+    """Raises `GrammarError` for a kind that is none, or a source that is too long."""
+    if spec.kind not in KINDS:
+        raise GrammarError(f"grammars of the kind {spec.kind!r} are unknown; there are: {', '.join(KINDS)}")
+    size = len(spec.source.encode("utf-8", "surrogatepass"))
+    if size > MAX_SOURCE:
+        raise GrammarError(f"{spec.kind} has {size} bytes, more than the {MAX_SOURCE} allowed")
+
+
+def open_backend(name: str, vocabulary: Any) -> GrammarBackend:
+    """A backend by its name in the registry."""
+    from importlib import import_module
+    if name in PACKAGES:
+        try:
+            import_module(PACKAGES[name], __package__)
+        except ImportError as error:
+            raise IsthmusError(f"the grammar backend {name} is not installed: {error}; pip install {name}") from error
+    return BACKENDS.create(name, vocabulary)
