@@ -46,6 +46,9 @@ class WeightSpec:
     experts: number of experts, for the role "experts"; 0 otherwise.
     narrow: the checkpoint was made for activations in 8 bits, quantized by token, where the weight has 8. A platform
             with such products uses them, unless an option says otherwise; any other computes as ever.
+    input_scale: those activations were calibrated to one scale for all tokens: codes times it. Where several are
+            stacked, the largest. A platform that has products in 8 bits may use it, and then says "static" in
+            `describe`; core tells where none does. None = each token has its own.
     """
 
     names: tuple[str, ...]
@@ -53,6 +56,7 @@ class WeightSpec:
     cut: Cut = None
     experts: int = 0
     narrow: bool = False
+    input_scale: float | None = None
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ def random_bits(shape: tuple[int, ...], seed: int) -> np.ndarray:
 class Unwritten:
     """As `core.weights`' Checkpoint: every tensor of the configuration, none of them anywhere."""
 
-    norms_include_one, narrow, kv_scales, kv_note = False, False, {}, ""
+    norms_include_one, narrow, kv_scales, kv_note, input_scales = False, False, {}, "", {}
     generation, metadata, kind = {}, {}, "safetensors"
 
     def __init__(self, config: dict[str, Any], name: str) -> None:

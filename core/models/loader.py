@@ -247,6 +247,7 @@ class _Placer:
                  reasons: Mapping[tuple[str, str], str | None], progress: Progress | None, add_one: bool, strict: bool):
         self.checkpoint, self.names, self.platform, self.dtype = checkpoint, names, platform, dtype
         self.reasons, self.progress, self.add_one, self.strict = reasons, progress, add_one, strict
+        self.static: Counter[bool] = Counter()               # calibrated scales of activations, used or not
         self.kept: Counter[tuple[str, str]] = Counter()      # by format and how it is held
         self.expanded: Counter[tuple[str, str]] = Counter()  # by format and reason
         self.done = self.nbytes = 0
@@ -276,6 +277,10 @@ class _Placer:
         for reason in dict.fromkeys(reason for _, reason in self.expanded):
             formats = ", ".join(f"{n} x {name}" for (name, why), n in self.expanded.most_common() if why == reason)
             lines.append(f"{formats} expanded to {DENSE[self.dtype]} ({reason})")
+        if self.static:
+            used, total = self.static[True], self.static.total()
+            lines.append(f"calibrated scales of activations: used for {used} of {total} weights" + (
+                "; elsewhere each token has its own, or activations are not in 8 bits" if used < total else ""))
         return lines
 
     def _place_projections(self, stack: Projections) -> tuple[tuple[Weight, ...], ...]:
@@ -289,8 +294,8 @@ class _Placer:
         return self.dtype if name in DENSE or self.reasons["linear", name] else name
 
     def _load(self, stack: Sequence[Entry], experts: int = 0) -> Weight:
-        spec = WeightSpec(tuple(entry.name for entry in stack), stack[0].role, stack[0].cut, experts,
-                          self.checkpoint.narrow)
+        names = tuple(entry.name for entry in stack)
+        spec = WeightSpec(names, stack[0].role, stack[0].cut, experts, self.checkpoint.narrow, self._input_scale(names))
         raws = [self.checkpoint.tensor(self.names[name]) for name in spec.names]
         self.done += sum(memoryview(part.data).nbytes for raw in raws for part in (raw, *raw.extra))
         if spec.role == "norm" and self.add_one:
@@ -304,10 +309,17 @@ class _Placer:
             self.progress(self.done, self.checkpoint.nbytes)
         return leaf
 
+    def _input_scale(self, names: Sequence[str]) -> float | None:
+        """One that holds the input of each of these weights, where all of them were calibrated."""
+        scales = [self.checkpoint.input_scales.get(self.names[name]) for name in names]
+        return None if None in scales else max(scales)
+
     def _count(self, raws: Sequence[RawTensor], spec: WeightSpec, leaf: Weight) -> None:
         """Note how a leaf is held. The platform's word counts: it may expand what it has a kernel for elsewhere."""
         how = self.platform.describe(leaf) if hasattr(self.platform, "describe") else ""
         expanded = how.endswith((self.dtype, DENSE[self.dtype]))
+        if spec.input_scale is not None:
+            self.static["static" in how] += len(raws)
         for name, raw in zip(spec.names, raws, strict=True):
             dense, reason = raw.dtype in DENSE, self.reasons.get((_op(spec.role), raw.dtype))
             if expanded and not dense and not reason:

@@ -1,9 +1,8 @@
 """Schemes: how quantized checkpoints of Hugging Face name their tensors, and which format each matrix has.
 
 What a module is, its own tensors say: a scheme's names mark a quantized one, shapes tell bits and groups. Lists of
-modules in configurations (`ignore`, `targets`, `modules_to_not_convert`) only repeat that, and are not read; neither
-are scales of activations, which stay in the compute dtype (those of K and V are `kv_scales.py`'s). Nothing is computed
-here.
+modules in configurations (`ignore`, `targets`, `modules_to_not_convert`) only repeat that, and are not read. Scales of
+activations are `activations.py`'s, those of K and V `kv_scales.py`'s. Nothing is computed here.
 
 Sources: AutoAWQ (`WQLinear_GEMM`); AutoGPTQ and GPTQModel (`QuantLinear`); compressed-tensors (its compressors);
 DeepSeek-V3 (`weight_scale_inv`); NVIDIA ModelOpt and AMD Quark (their exports); the OCP Microscaling specification.

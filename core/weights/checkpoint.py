@@ -59,16 +59,18 @@ class Checkpoint:
     kv_scales:  layer -> scales of K and of V in 8-bit floats, where it was calibrated for them.
     kv_note:    what to tell of its `kv_cache_scheme`, "" for nothing.
     narrow:     it was made for activations in 8 bits.
+    input_scales: weight -> the scale of what it is multiplied with, where those were calibrated to one for all tokens.
     """
 
     def __init__(self, path: Path, kind: Literal["gguf", "safetensors"], config: dict[str, Any],
                  places: dict[str, Place], metadata: dict[str, Any] | None = None,
                  generation: dict[str, Any] | None = None, norms_include_one: bool = False,
-                 kv_scales: Scales | None = None, kv_note: str = "", narrow: bool = False):
+                 kv_scales: Scales | None = None, kv_note: str = "", narrow: bool = False,
+                 input_scales: dict[str, float] | None = None):
         self.path, self.kind, self.config, self._places = path, kind, config, places
         self.metadata, self.generation = metadata or {}, generation or {}
         self.norms_include_one, self.narrow = norms_include_one, narrow
-        self.kv_scales, self.kv_note = kv_scales or {}, kv_note
+        self.kv_scales, self.kv_note, self.input_scales = kv_scales or {}, kv_note, input_scales or {}
 
     @property
     def names(self) -> frozenset[str]:
@@ -172,9 +174,9 @@ def _open_folder(folder: Path) -> Checkpoint:
         scales = kv_scales(str(folder), places, lambda name: _floats(f"{folder}: {name}", places[name]),
                            heads_of(config))
         note = "kv_cache_scheme, but no scales of K and V: taken as 1" if scheme is not None and not scales else ""
-    places, narrow = _with_schemes(where, affine, said, places)
+    places, narrow, inputs = _with_schemes(where, affine, said, places)
     return Checkpoint(folder, "safetensors", config, places, kv_scales=scales, kv_note=note, narrow=narrow,
-                      generation=read_json(extra) if extra.is_file() else None)
+                      input_scales=inputs, generation=read_json(extra) if extra.is_file() else None)
 
 
 def _apart(where: str, name: str, place: Place) -> dict[str, Place]:
@@ -204,24 +206,30 @@ def _quantization(folder: Path, config: dict[str, Any]) -> tuple[str, Any, Any]:
     return where, affine, said
 
 
-def _with_schemes(where: str, affine: Any, said: Any, places: dict[str, Place]) -> tuple[dict[str, Place], bool]:
-    """Each quantized tensor as one, with its logical shape; and whether activations are meant to have 8 bits.
+def _with_schemes(where: str, affine: Any, said: Any,
+                  places: dict[str, Place]) -> tuple[dict[str, Place], bool, dict[str, float]]:
+    """Each quantized tensor as one, with its logical shape; whether activations are meant to have 8 bits; and their
+    scales where they were calibrated.
 
     affine, said: MLX's and others' settings in the file `where`, None = none.
     """
-    stored = {name: (place.dtype, place.shape) for name, place in places.items()}
+    stored, narrow, inputs = {name: (place.dtype, place.shape) for name, place in places.items()}, False, {}
     if affine is not None:  # MLX says it twice, the second time for other programs
-        narrow, (found, used) = False, mlx.affine_tensors(where, affine, stored)
+        found, used = mlx.affine_tensors(where, affine, stored)
     elif said is not None:
         found, used = schemes.quantized(where, said, stored, lambda name: _read(places[name]))
         narrow = activations.declared(said)
+        if activations.calibrated(said):
+            inputs = activations.input_scales(
+                where, {name: matrix.format for name, matrix in found.items()}, stored,
+                lambda name: _floats(f"{where}: {name}", places[name]), lambda name: _read(places[name]))
     else:
-        return places, False
+        return places, narrow, inputs
     return {name: place for name, place in places.items() if name not in used} | {
         name: places[matrix.codes]._replace(
             dtype=matrix.format, shape=matrix.shape,
             beside=tuple(places[part.name]._replace(dtype=part.dtype, shape=part.shape) for part in matrix.beside))
-        for name, matrix in found.items()}, narrow
+        for name, matrix in found.items()}, narrow, inputs
 
 
 def _pickle_advice() -> str:

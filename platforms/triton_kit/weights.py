@@ -1,7 +1,8 @@
 """Weights that keep a checkpoint's codes, as the kernels read them; what no kernel reads is expanded at load.
 
-int8 and fp8 weights meet activations that are quantized per token where the checkpoint was made for that, which its
-author measured; it is faster for many tokens and less exact. An option decides otherwise, and float32 is left alone.
+int8 and fp8 weights meet activations in 8 bits where the checkpoint was made for that, which its author measured; it is
+faster for many tokens and less exact. Each token has its own scale, or all have the one that the checkpoint was
+calibrated to (of linears; experts' tokens have their own). An option decides otherwise, and float32 is left alone.
 """
 from __future__ import annotations
 
@@ -22,6 +23,7 @@ from .linear_int4 import pack_affine
 from .linear_kernel import linear
 from .linear_tiles import Matrix, linear_tile
 from .linear_w8a8 import fp8_matrix, int8_matrix, quantized_for
+from .quantize_static import quantize_static, static_scale
 from .tiles import converts_fp8
 
 FOUR_BITS = ("q4_0", "q4_1", "q4_k", "affine2", "affine3", "affine4", "awq4", "gptq2", "gptq3", "gptq4", "pack4")
@@ -31,17 +33,21 @@ KEPT = (*AFFINE, *INTEGERS, FP8, BLOCKS, *FP4)
 
 @dataclass(frozen=True)
 class Kept:
-    """A quantized matrix for `linear`."""
+    """A quantized matrix for `linear`. x_scale: float32 [1], of all activations, None = each token has its own."""
 
     matrix: Matrix
     device: Device
     label: str
+    x_scale: torch.Tensor | None = None
 
     def product(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """[T, in] -> [T, out]."""
         tile = linear_tile(self.matrix.kind, len(x), self.matrix.width, self.matrix.rows, self.device.arch,
                            self.device.processors)
-        values, scale = quantized_for(x, self.matrix)
+        if self.x_scale is None:
+            values, scale = quantized_for(x, self.matrix)
+        else:
+            values, scale = quantize_static(x, self.matrix.codes.dtype, self.x_scale)
         return linear(values, self.matrix, bias, tile, x_scale=scale, dtype=x.dtype)
 
     def __str__(self) -> str:
@@ -51,7 +57,7 @@ class Kept:
 @dataclass(frozen=True)
 class Policy:
     """unit: the device's fp8 products, "fn", "fnuz" or "none".  narrow: whether activations of 8-bit weights are
-    quantized, None = where the checkpoint was made for it."""
+    quantized, by token; None = where the checkpoint was made for it, and as it was."""
 
     unit: str
     narrow: bool | None
@@ -59,6 +65,11 @@ class Policy:
     def settled(self, spec: WeightSpec, dtype: str) -> Policy:
         """For one weight, with a `narrow` that says yes or no."""
         return self if self.narrow is not None else replace(self, narrow=spec.narrow and dtype != "f32")
+
+    def static(self, spec: WeightSpec, matrix: Matrix) -> float | None:
+        """The scale of all activations that meet a matrix, if they have one."""
+        taken = self.narrow is None and spec.role == "linear" and matrix.kind in ("int8", "fp8")
+        return spec.input_scale if taken else None
 
     def fp8(self, device: Device) -> str:
         """What the device does with weights in fp8, see `linear_w8a8.UNITS`."""
@@ -81,6 +92,9 @@ def load_weight(raws: Sequence[RawTensor], spec: WeightSpec, dtype: str, device:
         return Experts(Kept(Matrix("dense", values, *values.shape[1:], experts=len(values)), device, dtype))
     matrix = make(experts, spec.role == "experts", device)
     kept = Kept(matrix, device, label_of(raws[0], matrix))
+    if (scale := policy.static(spec, matrix)) is not None:
+        kept = replace(kept, label=kept.label.replace("8-bit", "static 8-bit"),
+                       x_scale=static_scale(scale, matrix.codes.dtype, device.torch))
     return kept if spec.role == "linear" else Experts(kept)
 
 

@@ -8,7 +8,7 @@ import torch
 from .interpreter import prepare
 
 DEVICE = prepare()
-from isthmus.platforms.triton_kit import linear_kernel, linear_w8a8, quantize  # noqa: E402
+from isthmus.platforms.triton_kit import linear_kernel, linear_w8a8, quantize, quantize_static  # noqa: E402
 from isthmus.platforms.triton_kit.linear_tiles import Tile  # noqa: E402
 
 COST = 25  # seconds
@@ -137,6 +137,24 @@ def test_one_scale_for_all_tokens():
     close(out, float64(x) * 0.25 @ float64(w).T * 0.5, np.abs(float64(x)) @ np.abs(float64(w)).T)
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, *FP8], ids=str)
+@pytest.mark.parametrize("width", [128, 200, 5000])
+def test_a_calibrated_scale_cuts_what_is_beyond_it(dtype, width):
+    """Also in e4m3fnuz the numbers are e4m3's."""
+    x = random(3, width).to(torch.bfloat16)
+    x[1], x[2, 5], x[2, 6] = 0, 3e4, -3e4
+    wide = torch.cat([x, x], 1).to(DEVICE)[:, :width]  # rows that lie apart
+    scale = quantize_static.static_scale(0.01, dtype, DEVICE)
+    values, kept = quantize_static.quantize_static(wide, dtype, scale)
+    assert kept is scale and tuple(values.shape) == (3, width)
+    largest = 127 if dtype == torch.int8 else 448
+    scaled = torch.clamp(x.float() / torch.tensor(0.01), -largest, largest)
+    right = scaled.round() if dtype == torch.int8 else scaled.to(FP8[0]).float()
+    assert np.allclose(float64(values) * float64(scale), float64(right) * 0.01, rtol=1e-6, atol=0)
+    with pytest.raises(ValueError, match="contiguous rows"):
+        quantize_static.quantize_static(wide.T, dtype, scale)
+
+
 def test_no_tokens():
     weight = linear_w8a8.int8_matrix(torch.zeros(16, 64, dtype=torch.int8, device=DEVICE), torch.ones(16).to(DEVICE))
     assert linear_w8a8.w8a8_linear(torch.zeros(0, 64, device=DEVICE), weight).shape == (0, 16)
@@ -164,6 +182,6 @@ def test_mistakes_are_told():
 
 
 def test_configurations_are_named_apart():
-    for module in (linear_w8a8, quantize, linear_kernel):
+    for module in (linear_w8a8, quantize, quantize_static, linear_kernel):
         names = [s.name for s in module.specializations()]
         assert len(names) == len(set(names))

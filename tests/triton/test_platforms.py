@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 from .interpreter import prepare
 
@@ -80,6 +81,41 @@ def test_the_checkpoint_decides_on_activations(tmp_path, scheme, option, dtype, 
     folder, _ = written(tmp_path, scheme.split()[0], "llama", both if "both" in scheme else None)
     made = runner(Cuda, folder, dtype, **({"activations": option} if option else {}))
     assert any("8-bit activations" in line for line in made.model.loaded.report) == narrow, made.model.loaded.report
+
+
+INT8 = {"num_bits": 8, "type": "int", "symmetric": True}
+INT8_STATIC = {"config_groups": {"group_0": {"targets": ["Linear"], "weights": INT8 | {"strategy": "channel"},
+                                             "input_activations": INT8 | {"strategy": "tensor", "dynamic": False}}}}
+
+
+@pytest.mark.parametrize("kind", [Cuda, Rocm])
+@pytest.mark.parametrize("scheme, changes", [("fp8-static", {}), ("modelopt-fp8", {}), ("int8", INT8_STATIC)])
+def test_a_calibrated_scale_of_activations_is_used(tmp_path, kind, scheme, changes):
+    """The products are those of the dequantized weights and of activations in whole codes of the file's scale."""
+    scale, layer = 0.03, "model.layers.0.mlp."
+    stored = {f"{layer}{part}_proj.input_scale": np.array([value], np.float32)
+              for part, value in (("gate", scale), ("up", scale / 2))}
+    folder, values = written(tmp_path, scheme, "llama", changes, stored)
+    made = runner(kind, folder, "bf16")
+    assert "calibrated scales of activations: used for 14 of 14 weights" in made.model.loaded.report
+    assert any("static 8-bit activations" in line for line in made.model.loaded.report), made.model.loaded.report
+    x = torch.randn(3, 160, generator=torch.Generator().manual_seed(0)).bfloat16()
+    x[0, 0] = 300  # beyond the scale
+    largest = 127 if scheme == "int8" else 448
+    codes = torch.clamp(x.float() / np.float32(scale), -largest, largest)
+    codes = codes.round() if scheme == "int8" else codes.to(torch.float8_e4m3fn).float()
+    weight = np.concatenate([values[f"{layer}{part}_proj.weight"] for part in ("gate", "up")])
+    want = (codes.double().numpy() * scale) @ weight.T.astype(np.float64)
+    ((leaf,),) = made.model.loaded.weights["layers"][0]["gate_up"]
+    got = leaf.product(x).double().numpy()
+    assert np.mean((got - want) ** 2) < 1e-5 * np.mean(want ** 2)
+
+
+@pytest.mark.parametrize("option, used", [("declared", 14), ("8bit", 0), ("16bit", 0)])
+def test_a_calibrated_scale_may_be_left_alone(tmp_path, option, used):
+    folder, _ = written(tmp_path, "fp8-static", "llama")
+    report = runner(Cuda, folder, "bf16", activations=option).model.loaded.report
+    assert any(f"used for {used} of 14 weights" in line for line in report), report
 
 
 def test_another_word_for_activations_is_refused():
