@@ -10,7 +10,7 @@ import textwrap
 from typing import Any, NamedTuple
 
 import pytest
-from isthmus.core.scheduler import batch
+from isthmus.core.scheduler import batch, scheduler
 from isthmus.core.scheduler.prefill import Prefills
 from isthmus.core.scheduler.request import History, Request
 from isthmus.core.scheduler.rows import Rows
@@ -110,8 +110,7 @@ SCHEDULER = [
     Mutant("the budget is not counted down", Prefills, "chunks", "budget -= chunks[-1].size", "pass"),
     Mutant("a prompt has two chunks in one step", Prefills, "go_on", "if r not in served", ""),
     Mutant("queued tokens are miscounted", Waiting, "remove", "self.tokens -= request.known", "pass"),
-    Mutant("waiting requests never time out", Scheduler, "_expire",
-           "in [r for r in self.queue if not", "in [r for r in () if not"),
-    Mutant("retracted requests never time out", Scheduler, "_expire",
-           "*(r for r in self.queue if r.attempts)]", "]", seed=100),
+    Mutant("waiting requests never time out", scheduler, "overdue", "for request in waiting:", "for request in ():"),
+    Mutant("retracted requests never time out", scheduler, "overdue",
+           "*(r for r in waiting if r.attempts)]", "]", seed=100),
 ]

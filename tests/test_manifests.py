@@ -19,7 +19,7 @@ from isthmus.core.cli.main import main
 from isthmus.core.config import Config, ModelSettings, PlatformSettings
 from isthmus.core.discovery import Found
 from isthmus.core.errors import RequestError
-from isthmus.core.messages import SamplingParams, Submit, pack_ids
+from isthmus.core.messages import GrammarSpec, SamplingParams, Submit, pack_ids
 from isthmus.core.platform import FEATURES, Manifest, Unavailable
 from isthmus.core.platform_options import platforms_for
 from isthmus.core.processes.in_process import InProcessClient
@@ -280,7 +280,8 @@ def test_what_is_lacking_is_explained_with_the_reason(outside):
 
 ASKING = {"logprobs": ("logprobs", 0), "prompt_logprobs": ("logprobs", 2), "repetition_penalty": ("penalties", 1.1),
           "presence_penalty": ("penalties", -0.5), "frequency_penalty": ("penalties", 0.5),
-          "logit_bias": ("logit_bias", {7: 1.0}), "min_tokens": ("logit_bias", 2)}
+          "logit_bias": ("logit_bias", {7: 1.0}), "min_tokens": ("logit_bias", 2),
+          "grammar": ("grammar_mask", GrammarSpec("json_object", ""))}
 
 
 def test_every_sampling_parameter_was_thought_of():

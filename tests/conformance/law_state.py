@@ -4,19 +4,23 @@ one counts; sequence slots keep their last token. (The whole suite keeps to the 
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from ..core.plan import Batch, Sampling
+import numpy as np
+
+from ..core.plan import Batch, Mask, Sampling
 from ..core.platform import LayerState, StateSpec
 from .case import Case, Context, Needs, Wrong
 from .opcase import DTYPES, NMSE, OpCase, Run
 from .ops_attention import Shape
 from .ops_run import Launcher, as_case, built, check_step
-from .ops_sampling import Row, chain_batch, chain_run
+from .ops_sampling import VOCAB, Row, chain_batch, chain_run
 from .ops_slots import Memory
 
 PAGE_SIZES = (1, 4, 16)
+PATIENCE = 60  # seconds for a step
 Story = Callable[[Memory], None]
 
 
@@ -142,6 +146,40 @@ def wrong_size(context: Context, dtype: str) -> None:
         raise Wrong("a refused import changed pages")
 
 
+def late_mask(context: Context, dtype: str) -> None:
+    """A launch whose masks are made of what the launch before it sampled, which is collected meanwhile. Row 0 is free,
+    the others may have one token each."""
+    lengths: dict[int, int] = {}
+    batches = [chain_batch([(seq, [token or -1], {0: -1}) for seq in (1, 2, 3)], lengths, Sampling())
+               for token in (5, 0)]
+    run = chain_run(dtype, batches, context.seed)
+    launcher = Launcher(context.platform, dtype, run, context.manifest.buckets)
+    state = context.platform.alloc(run.state, run.pages)
+    first, state = launcher.steps[0](state, launcher.batches[0])
+    bits, filled, here, calls = np.zeros((2, 3), np.uint32), threading.Event(), threading.get_ident(), []
+    wanted: list[int] = []
+
+    def fill() -> None:
+        if not filled.is_set():
+            wanted.extend((first.collect().tokens[1:3] + (1, 7)) % VOCAB)
+            for row, token in zip(bits, wanted, strict=True):
+                row[token // 32] = 1 << token % 32
+            filled.set()
+
+    def ready() -> None:
+        calls.append(threading.get_ident())
+        fill() if calls[-1] == here else filled.wait(PATIENCE)
+
+    sampling = Sampling(mask=Mask(np.array([1, 2], np.int32), bits, ready))
+    second, state = launcher.steps[1](state, launcher.batches[1]._replace(sampling=sampling))
+    fill()
+    tokens, free = second.collect().tokens[:3].tolist(), run.steps[1].expected.tokens[0]
+    if not calls:
+        raise Wrong("the masks were read, and nobody called ready() of them")
+    if tokens != [free, *wanted]:
+        raise Wrong(f"sampled were {tokens}; row 0 without a mask gives {free}, rows 1 and 2 may only be {wanted}")
+
+
 def cases() -> Iterator[Case]:
     for dtype in DTYPES:
         for page in PAGE_SIZES:
@@ -150,5 +188,7 @@ def cases() -> Iterator[Case]:
         slots = OpCase(f"state[slots_rest,{dtype}]", "sample", dtype, lambda seed, dtype=dtype: rested_run(dtype, seed))
         yield as_case(slots, "state", "slots")
         yield two_states(slots, "slots")
+        yield Case(f"state[late_mask,{dtype}]", "state", "masks", Needs(dtype, "", ("grammar_mask", "late_mask")),
+                   lambda context, dtype=dtype: late_mask(context, dtype))
         yield Case(f"state[import_of_wrong_size,{dtype}]", "state", "pages", Needs(dtype, dtype, ("export_pages",)),
                    lambda context, dtype=dtype: wrong_size(context, dtype))
