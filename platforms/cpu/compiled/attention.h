@@ -11,7 +11,7 @@
 namespace isthmus {
 
 constexpr int KEYS = 64;     // positions in a block
-constexpr int QUERIES = 24;  // queries in a tile at most, heads that share K and V counted each
+constexpr int QUERIES = 48;  // queries in a tile at most, heads that share K and V counted each
 constexpr long SPLIT = 512;  // positions after which the sums begin anew, for any query
 
 struct Sight {                            // what all queries of a layer have in common
@@ -27,23 +27,47 @@ struct Scratch {
     float s[QUERIES][KEYS];
 };
 
+typedef uint32_t u32x4 __attribute__((vector_size(16)));
+typedef uint32_t u32x8 __attribute__((vector_size(32)));
+
+// Eight keys' values j to j + 7 as columns: to [8][KEYS]. Two bf16 of a key are moved as one word.
+static inline void turn_keys(const uint16_t* const* keys, long j, float* to) {
+    u32x8 r[4];
+    for (int i = 0; i < 4; i++) {
+        u32x4 low, high;
+        std::memcpy(&low, keys[i] + j, 16), std::memcpy(&high, keys[i + 4] + j, 16);
+        r[i] = __builtin_shufflevector(low, high, 0, 1, 2, 3, 4, 5, 6, 7);
+    }
+    u32x8 pairs[4];
+    const u32x8 a = __builtin_shufflevector(r[0], r[1], 0, 8, 1, 9, 4, 12, 5, 13),
+                b = __builtin_shufflevector(r[0], r[1], 2, 10, 3, 11, 6, 14, 7, 15),
+                c = __builtin_shufflevector(r[2], r[3], 0, 8, 1, 9, 4, 12, 5, 13),
+                d = __builtin_shufflevector(r[2], r[3], 2, 10, 3, 11, 6, 14, 7, 15);
+    pairs[0] = __builtin_shufflevector(a, c, 0, 1, 8, 9, 4, 5, 12, 13);
+    pairs[1] = __builtin_shufflevector(a, c, 2, 3, 10, 11, 6, 7, 14, 15);
+    pairs[2] = __builtin_shufflevector(b, d, 0, 1, 8, 9, 4, 5, 12, 13);
+    pairs[3] = __builtin_shufflevector(b, d, 2, 3, 10, 11, 6, 7, 14, 15);
+    for (int i = 0; i < 4; i++) {
+        const u32x8 even = pairs[i] << 16, odd = pairs[i] & 0xFFFF0000u;
+        std::memcpy(to + 2 * i * KEYS, &even, 32), std::memcpy(to + (2 * i + 1) * KEYS, &odd, 32);
+    }
+}
+
+// K and V of `keys` positions from `first` on, zeros behind them.
 static inline void read_block(const Sight& a, long head, long first, long keys, Scratch& t) {
+    static const uint16_t nothing[256] = {};
     const long d = a.d, stride = 2 * a.kv_heads * d;
+    const uint16_t* at[KEYS];
+    long page = first / a.page_size, offset = first % a.page_size;
     for (long i = 0; i < KEYS; i++) {
-        if (i >= keys) {
-            for (long j = 0; j < d; j++) t.kt[j * KEYS + i] = 0;
-            for (long j = 0; j < d; j++) t.v[i * d + j] = 0;
-            continue;
-        }
-        const long p = first + i, slot = (long)a.pages[p / a.page_size] * a.page_size + p % a.page_size;
-        const uint16_t* k = a.kv + slot * stride + head * d;
-        const uint16_t* v = k + a.kv_heads * d;
-        for (long j = 0; j < d; j += LANES) {
-            float row[LANES];
-            store(row, from_bf16(k + j));
-            for (long l = 0; l < LANES; l++) t.kt[(j + l) * KEYS + i] = row[l];
-            store(t.v + i * d + j, from_bf16(v + j));
-        }
+        at[i] = i < keys ? a.kv + ((long)a.pages[page] * a.page_size + offset) * stride + head * d : nothing;
+        if (++offset == a.page_size) offset = 0, page++;
+    }
+    for (long i = 0; i < KEYS; i += 8)
+        for (long j = 0; j < d; j += 8) turn_keys(at + i, j, t.kt + j * KEYS + i);
+    for (long i = 0; i < KEYS; i++) {
+        const uint16_t* v = i < keys ? at[i] + a.kv_heads * d : nothing;
+        for (long j = 0; j < d; j += LANES) store(t.v + i * d + j, from_bf16(v + j));
     }
 }
 
@@ -83,11 +107,11 @@ static inline void panels(int M, const float* x, long xs, const float* w, long s
     }
 }
 
-// Columns in runs of at most 64.
+// Columns in runs of as many blocks as a tile of `product.h` has.
 static inline void product(int M, const float* x, long xs, const float* w, long N, long K, float* y, long ys,
                            bool more) {
     long n = 0;
-    for (; n + 64 <= N; n += 64) panels<4>(M, x, xs, w + n, N, K, y + n, ys, more);
+    for (; n + WIDE * LANES <= N; n += WIDE * LANES) panels<WIDE>(M, x, xs, w + n, N, K, y + n, ys, more);
     for (; n < N; n += LANES) panels<1>(M, x, xs, w + n, N, K, y + n, ys, more);
 }
 
@@ -109,13 +133,13 @@ static inline void attend(const Sight& a, long head, int M, const float* q, long
         product(M, q, qs, t.kt, KEYS, d, t.s[0], KEYS, false);
         for (int m = 0; m < M; m++) {
             float* s = t.s[m];
-            const long low = a.window ? at[m] - a.window + 1 : 0;
+            const i32x16 low = i32x16{} + (int32_t)(a.window ? at[m] - a.window : -1), high = i32x16{} + (int32_t)(at[m] + 1);
             f32x16 top = splat(-INFINITY);
             for (int i = 0; i < KEYS; i += LANES) {
                 f32x16 v = load<f32x16>(s + i) * a.scale;
                 if (a.softcap) v = vtanh(v / a.softcap) * a.softcap;
-                for (int l = 0; l < LANES; l++)
-                    if (first + i + l > at[m] || first + i + l < low) v[l] = -INFINITY;
+                const i32x16 place = count_from((int32_t)(first + i));
+                v = select((place > low) & (place < high), v, splat(-INFINITY));
                 store(s + i, v);
                 top = vmax(top, v);
             }

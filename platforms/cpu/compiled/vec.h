@@ -1,4 +1,6 @@
-// Vectors of sixteen lanes in the compiler's own types, so that one source serves every instruction set.
+// Vectors of sixteen lanes, kept in as many registers as the instruction set needs for them, so that one source serves
+// every processor. The compiler's own vectors of sixteen would do only where registers are that wide: it keeps wider
+// ones in memory.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -9,84 +11,186 @@
 
 namespace isthmus {
 
+#define ISTHMUS_INLINE inline __attribute__((always_inline))
+
 constexpr int LANES = 16;
-typedef float f32x16 __attribute__((vector_size(64)));
-typedef int32_t i32x16 __attribute__((vector_size(64)));
-typedef uint32_t u32x16 __attribute__((vector_size(64)));
-typedef uint16_t u16x16 __attribute__((vector_size(32)));
-typedef int8_t i8x16 __attribute__((vector_size(16)));
+#if defined(__AVX512F__)
+constexpr int NATIVE = 16;  // lanes of a register
+#elif defined(__AVX2__)
+constexpr int NATIVE = 8;
+#else
+constexpr int NATIVE = 4;
+#endif
+constexpr int PARTS = LANES / NATIVE;
+
+template <class T>
+struct Native {
+    typedef T V __attribute__((vector_size(NATIVE * sizeof(T))));
+};
+
+template <class T>
+struct Sixteen {
+    typedef typename Native<T>::V V;
+    V part[PARTS];
+
+    template <class U>
+    explicit ISTHMUS_INLINE operator Sixteen<U>() const {  // the same bits
+        static_assert(sizeof(T) == sizeof(U), "lanes of one size");
+        Sixteen<U> to;
+#pragma GCC unroll 4
+        for (int i = 0; i < PARTS; i++) to.part[i] = (typename Native<U>::V)part[i];
+        return to;
+    }
+    ISTHMUS_INLINE T operator[](int i) const { return part[i / NATIVE][i % NATIVE]; }
+};
+typedef Sixteen<float> f32x16;
+typedef Sixteen<int32_t> i32x16;
+typedef Sixteen<uint32_t> u32x16;
+typedef Sixteen<uint16_t> u16x16;
+
+// Lane by lane, with another vector or with one value.
+#define ISTHMUS_BINARY(op)                                                                 \
+    template <class T>                                                                     \
+    static ISTHMUS_INLINE Sixteen<T> operator op(Sixteen<T> a, const Sixteen<T>& b) {      \
+        _Pragma("GCC unroll 4") for (int i = 0; i < PARTS; i++) a.part[i] = a.part[i] op b.part[i]; \
+        return a;                                                                          \
+    }                                                                                      \
+    template <class T>                                                                     \
+    static ISTHMUS_INLINE Sixteen<T> operator op(Sixteen<T> a, typename Same<T>::As b) {   \
+        _Pragma("GCC unroll 4") for (int i = 0; i < PARTS; i++) a.part[i] = a.part[i] op b;         \
+        return a;                                                                          \
+    }                                                                                      \
+    template <class T>                                                                     \
+    static ISTHMUS_INLINE Sixteen<T> operator op(typename Same<T>::As a, Sixteen<T> b) {   \
+        _Pragma("GCC unroll 4") for (int i = 0; i < PARTS; i++) b.part[i] = a op b.part[i];         \
+        return b;                                                                          \
+    }
+template <class T>
+struct Same {  // a type that is not deduced
+    typedef T As;
+};
+ISTHMUS_BINARY(+)
+ISTHMUS_BINARY(-)
+ISTHMUS_BINARY(*)
+ISTHMUS_BINARY(/)
+ISTHMUS_BINARY(&)
+ISTHMUS_BINARY(|)
+ISTHMUS_BINARY(<<)
+ISTHMUS_BINARY(>>)
+#undef ISTHMUS_BINARY
+
+// All bits of a lane are set where it holds.
+#define ISTHMUS_COMPARE(op)                                                                       \
+    template <class T>                                                                            \
+    static ISTHMUS_INLINE i32x16 operator op(const Sixteen<T>& a, const Sixteen<T>& b) {          \
+        i32x16 to;                                                                                \
+        _Pragma("GCC unroll 4") for (int i = 0; i < PARTS; i++) to.part[i] = a.part[i] op b.part[i]; \
+        return to;                                                                                \
+    }
+ISTHMUS_COMPARE(<)
+ISTHMUS_COMPARE(>)
+ISTHMUS_COMPARE(==)
+ISTHMUS_COMPARE(!=)
+#undef ISTHMUS_COMPARE
+
+template <class T>
+static ISTHMUS_INLINE Sixteen<T> operator-(Sixteen<T> a) {
+#pragma GCC unroll 4
+    for (int i = 0; i < PARTS; i++) a.part[i] = -a.part[i];
+    return a;
+}
+template <class T>
+static ISTHMUS_INLINE Sixteen<T> operator~(Sixteen<T> a) {
+#pragma GCC unroll 4
+    for (int i = 0; i < PARTS; i++) a.part[i] = ~a.part[i];
+    return a;
+}
+template <class T, class U>
+static ISTHMUS_INLINE void operator+=(Sixteen<T>& a, const U& b) {
+    a = a + b;
+}
+template <class U, class T>
+static ISTHMUS_INLINE Sixteen<U> convert(const Sixteen<T>& v) {
+    Sixteen<U> to;
+#pragma GCC unroll 4
+    for (int i = 0; i < PARTS; i++) to.part[i] = __builtin_convertvector(v.part[i], typename Native<U>::V);
+    return to;
+}
 
 template <class V>
-static inline V load(const void* p) {
+static ISTHMUS_INLINE V load(const void* p) {
     V v;
-    std::memcpy(&v, p, sizeof v);
+#pragma GCC unroll 4
+    for (int i = 0; i < PARTS; i++) std::memcpy(&v.part[i], (const char*)p + i * sizeof v.part[i], sizeof v.part[i]);
     return v;
 }
-static inline void store(float* p, f32x16 v) { std::memcpy(p, &v, sizeof v); }
-static inline f32x16 splat(float x) { return f32x16{} + x; }
-static inline f32x16 bits(u32x16 v) { return (f32x16)v; }
-static inline f32x16 from_bf16(const uint16_t* p) {
-    return bits(__builtin_convertvector(load<u16x16>(p), u32x16) << 16);
+template <class T>
+static ISTHMUS_INLINE void store(T* p, const Sixteen<T>& v) {
+#pragma GCC unroll 4
+    for (int i = 0; i < PARTS; i++) std::memcpy(p + i * NATIVE, &v.part[i], sizeof v.part[i]);
+}
+static ISTHMUS_INLINE f32x16 splat(float x) { return f32x16{} + x; }
+static ISTHMUS_INLINE f32x16 bits(u32x16 v) { return (f32x16)v; }
+static ISTHMUS_INLINE f32x16 from_bf16(const uint16_t* p) {
+    return bits(convert<uint32_t>(load<u16x16>(p)) << 16);
+}
+static ISTHMUS_INLINE i32x16 count_from(int32_t first) {  // first, first + 1, ..
+    static const int32_t up[LANES] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    return load<i32x16>(up) + first;
 }
 
-static inline void to_bf16(uint16_t* p, f32x16 v) {
+static ISTHMUS_INLINE void to_bf16(uint16_t* p, f32x16 v) {
     u32x16 u = (u32x16)v;
-    u32x16 nan = (u32x16)(v != v);
+    const u32x16 nan = (u32x16)(v != v);
     u = (u + 0x7FFF + ((u >> 16) & 1)) >> 16;
-    u = (nan & 0x7FC0) | (~nan & u);
-    u16x16 h = __builtin_convertvector(u, u16x16);
-    std::memcpy(p, &h, sizeof h);
+    store(p, convert<uint16_t>((nan & 0x7FC0) | (~nan & u)));
 }
 
 // Sixteen half floats.
-static inline f32x16 from_f16(const uint16_t* p) {
+static ISTHMUS_INLINE f32x16 from_f16(const uint16_t* p) {
 #if defined(__AVX512F__)
-    return (f32x16)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
-#elif defined(__F16C__)
-    __m256 lo = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)),
-           hi = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(p + 8)));
-    f32x16 v;
-    std::memcpy(&v, &lo, 32);
-    std::memcpy((char*)&v + 32, &hi, 32);
-    return v;
+    return {{(f32x16::V)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p))}};
+#elif defined(__AVX2__)
+    return {{(f32x16::V)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)),
+             (f32x16::V)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(p + 8)))}};
 #else
-    _Float16 h[16];
-    std::memcpy(h, p, 32);
-    f32x16 v;
-    for (int i = 0; i < 16; i++) v[i] = (float)h[i];
-    return v;
+    float to[LANES];
+    for (int i = 0; i < LANES; i++) {
+        _Float16 h;
+        std::memcpy(&h, p + i, sizeof h);
+        to[i] = (float)h;
+    }
+    return load<f32x16>(to);
 #endif
 }
 
 // Sixteen signed bytes, and the lowest four bits of each lane.
-static inline f32x16 from_i8(const uint8_t* p) {
+static ISTHMUS_INLINE f32x16 from_i8(const uint8_t* p) {
 #if defined(__AVX512F__)
-    return (f32x16)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
+    return {{(f32x16::V)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)))}};
 #elif defined(__AVX2__)
-    __m256 lo = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
-    __m256 hi = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)(p + 8))));
-    f32x16 v;
-    std::memcpy(&v, &lo, 32);
-    std::memcpy((char*)&v + 32, &hi, 32);
-    return v;
+    return {{(f32x16::V)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p))),
+             (f32x16::V)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)(p + 8))))}};
 #else
-    return __builtin_convertvector(load<i8x16>(p), f32x16);
+    float to[LANES];
+    for (int i = 0; i < LANES; i++) to[i] = (float)(int8_t)p[i];
+    return load<f32x16>(to);
 #endif
 }
-static inline f32x16 digit(u32x16 c) {
+static ISTHMUS_INLINE f32x16 digit(u32x16 c) {
 #if defined(__AVX512F__)
-    return (f32x16)_mm512_permutexvar_ps((__m512i)c,
-                                         _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
+    return {{(f32x16::V)_mm512_permutexvar_ps((__m512i)c.part[0], _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11,
+                                                                                 12, 13, 14, 15))}};
 #else
-    return __builtin_convertvector((i32x16)(c & 15), f32x16);
+    return convert<float>((i32x16)(c & 15));
 #endif
 }
 
-static inline f32x16 select(i32x16 mask, f32x16 yes, f32x16 no) {
+static ISTHMUS_INLINE f32x16 select(i32x16 mask, f32x16 yes, f32x16 no) {
     return (f32x16)(((i32x16)yes & mask) | ((i32x16)no & ~mask));
 }
-static inline f32x16 vmax(f32x16 a, f32x16 b) { return select(a > b, a, b); }
-static inline f32x16 vmin(f32x16 a, f32x16 b) { return select(a < b, a, b); }
+static ISTHMUS_INLINE f32x16 vmax(f32x16 a, f32x16 b) { return select(a > b, a, b); }
+static ISTHMUS_INLINE f32x16 vmin(f32x16 a, f32x16 b) { return select(a < b, a, b); }
 
 // Sums and maxima over lanes, in one order on every instruction set.
 static inline float sum(f32x16 v) {
@@ -107,10 +211,10 @@ static inline float largest(f32x16 v) {
 // exp by 2^n * p(r): Cody and Waite's reduction and a polynomial of degree 6; within 2 units in the last place.
 static inline f32x16 vexp(f32x16 x) {
     x = vmin(vmax(x, splat(-87.336544f)), splat(88.37626f));
-    f32x16 t = x * 1.44269504f + splat(12582912.0f);
-    i32x16 n = (i32x16)t - 0x4B400000;
-    f32x16 k = t - splat(12582912.0f);
-    f32x16 r = x - k * 0.693359375f + k * 2.12194440e-4f;
+    const f32x16 t = x * 1.44269504f + splat(12582912.0f);
+    const i32x16 n = (i32x16)t - 0x4B400000;
+    const f32x16 k = t - splat(12582912.0f);
+    const f32x16 r = x - k * 0.693359375f + k * 2.12194440e-4f;
     f32x16 p = splat(1.9875691500e-4f);
     p = p * r + 1.3981999507e-3f;
     p = p * r + 8.3334519073e-3f;
@@ -121,7 +225,7 @@ static inline f32x16 vexp(f32x16 x) {
     return p * (f32x16)((n + 127) << 23);
 }
 static inline f32x16 vtanh(f32x16 x) {
-    f32x16 e = vexp(vmin(vmax(2.0f * x, splat(-30.0f)), splat(30.0f)));
+    const f32x16 e = vexp(vmin(vmax(2.0f * x, splat(-30.0f)), splat(30.0f)));
     return (e - 1.0f) / (e + 1.0f);
 }
 
