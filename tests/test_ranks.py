@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 
 import numpy as np
 import psutil
@@ -25,14 +26,14 @@ from isthmus.core.errors import CheckpointError, EngineDead
 from isthmus.core.messages import SamplingParams, Submit, pack_ids
 from isthmus.core.plan import Batch, Bias, Mask, Penalties, Sampling
 from isthmus.core.platform import Unavailable
-from isthmus.core.processes.ranks import RENDEZVOUS, pack, unpack
+from isthmus.core.processes.ranks import RENDEZVOUS, Work, pack, unpack
 from isthmus.core.processes.three import ProcessClient
 
 from .checkpoints import tiny_llama_gguf
 from .clients import collect
 from .effort import until
 
-COST = 60  # seconds
+COST = 75  # seconds
 
 
 @pytest.fixture(scope="module")
@@ -111,6 +112,45 @@ def test_a_rank_that_hangs_is_named_with_what_it_did_and_ended(model):
         with pytest.raises(EngineDead, match="rank 1 hung"):
             made._platform.copy_pages(None, [1], [2])
     finally:
+        made.close()
+
+
+@stops
+def test_a_rank_that_hangs_in_the_first_step_is_named_and_ended(model):
+    """Which may take long, but not while nobody computes."""
+    made = engine(model, 2, step_timeout=4.0)
+    try:
+        (process,) = made._platform._processes
+        until(lambda: (made._platform._progress.counts[1] == made._platform._sent).all())
+        process.send_signal(signal.SIGSTOP)
+        until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED)
+        with pytest.raises(EngineDead, match=r"rank 1 hung and was ended: a step of \d+ tokens, not begun there"):
+            texts(made)
+        assert process.wait() == -signal.SIGKILL
+    finally:
+        made.close()
+
+
+def test_ranks_that_compile_are_waited_for():
+    now, spent = [0.0], [0.0]
+    work = Work(10.0, lambda: now[0])
+    work.spent = lambda: spent[0]
+    work.note()
+    for seconds, used, none in ((9, 0, False), (1, 2, False), (10, 0.6, False), (5, 0, False), (5, 0.1, True)):
+        now[0], spent[0] = now[0] + seconds, spent[0] + used
+        assert work.none() is none
+
+
+def test_rank_0_is_named_when_the_others_have_finished(model):
+    made, never = engine(model, 2, step_timeout=4.0), threading.Event()
+    submit = made._platform.collector.submit
+    made._platform.collector.submit = lambda collect: submit(never.wait)
+    try:
+        with pytest.raises(EngineDead, match=r"rank 0 hung: a step of \d+ tokens, finished by the other ranks, was not "
+                                             r"finished within 3\.\d s \(--step-timeout\)"):
+            texts(made)
+    finally:
+        never.set()
         made.close()
 
 

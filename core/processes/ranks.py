@@ -2,7 +2,8 @@
 the same model for themselves and then do, in the same order, what rank 0's platform is told.
 
 They meet, for what they sum, in the folder that the environment variable `RENDEZVOUS` names in every rank. A rank that
-ends is told at once; one that hangs is ended, with its name and what it was doing, before --step-timeout is over.
+ends is told at once; one that hangs is ended, with its name and what it was doing, before --step-timeout is over. The
+first step of a bucket may take longer as long as some rank computes, since it may compile.
 """
 from __future__ import annotations
 
@@ -19,10 +20,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
+import psutil
 import zmq
 
 from ..config import Config
@@ -30,14 +32,16 @@ from ..errors import EngineDead
 from ..logs import set_up_logging
 from ..plan import Batch, Bias, Mask, Penalties, Sampling
 from ..specs import Bucket, StateSpec
+from .client import COMPUTES
 from .wire import REPORT, SPOKE, Report, Start, describe, encode, read_socket, start_worker, write_socket
-from .workers import describe_exit
+from .workers import describe_exit, spared_signals
 
 log = logging.getLogger(__name__)
 
 RENDEZVOUS = "ISTHMUS_RENDEZVOUS"
 FAILED = "failed"  # a file in that folder: says why nobody needs to wait any more (platforms/collective.py)
 PATIENCE = 0.9     # share of --step-timeout after which a rank has hung: before the API takes the whole engine for hung
+WINDOW = 0.4       # share of that time in which ranks that compute have to show it
 TICK_S = 0.25      # between two looks whether a rank is gone, while waiting for a step
 LAST_WORDS_S = 1.0  # how long the end of a rank may take to be noticed after a step that failed for it
 NESTED: dict[str, Any] = {"sampling": Sampling, "penalties": Penalties, "bias": Bias, "mask": Mask}
@@ -56,14 +60,42 @@ class Progress:
         self.counts[rank, 1] += 1
 
 
+class Work:
+    """Whether ranks compute: their processor time over a window in seconds, with that of compilers they started."""
+
+    def __init__(self, window: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.window, self._clock = window, clock
+        self._at, self._spent = clock(), 0.0
+
+    def note(self) -> None:
+        self._at, self._spent = self._clock(), self.spent()
+
+    def none(self) -> bool:
+        """Whether next to nothing was computed since the last note, once that is a window ago; then the next begins."""
+        age, before = self._clock() - self._at, self._spent
+        if age < self.window:
+            return False
+        self.note()
+        return self._spent - before < COMPUTES * age
+
+    def spent(self) -> float:
+        """Seconds of this process and those below it, which the other ranks are."""
+        engine, total = psutil.Process(), 0.0
+        for process in (engine, *engine.children(recursive=True)):
+            with suppress(psutil.Error):  # it has ended
+                times = process.cpu_times()
+                total += times.user + times.system
+        return total
+
+
 class Told(NamedTuple):
-    """A message to the other ranks: the how-manieth, when it was sent, for people what it asks, and whether it has to
-    be done within --step-timeout."""
+    """A message to the other ranks: the how-manieth, when it was sent, for people what it asks, and when one that does
+    not do it within --step-timeout counts as hung."""
 
     number: int
     at: float
     what: str
-    limited: bool
+    hung: Literal["never", "idle", "always"]
 
 
 class Joint:
@@ -71,6 +103,7 @@ class Joint:
 
     def __init__(self, ranks: Ranks, out: Any) -> None:
         self.ranks, self.collected = ranks, ranks.collector.submit(out.collect)
+        self.collected.add_done_callback(lambda _: ranks.owed.popleft())
 
     def collect(self) -> Any:
         return self.ranks.wait(self.collected)
@@ -90,6 +123,7 @@ class Ranks:
         os.environ[RENDEZVOUS] = self.directory
         self._patience, self._asked = PATIENCE * config.scheduler.step_timeout, 0
         self._told, self._sent, self._progress = deque[Told](), 0, Progress(self.directory, world, create=True)
+        self.owed, self._last, self._work = deque[Told](), None, Work(WINDOW * self._patience)
         self._context = zmq.Context()
         start = msgspec.json.encode(Start(self.directory, os.getpid(), config)) + b"\n"
         self._processes = [self._spawn(rank, world, start) for rank in range(1, world)]
@@ -115,17 +149,20 @@ class Ranks:
 
         def launch(state: Any, batch: Batch) -> Any:
             nonlocal launched
+            if batch.sampling.mask is not None:  # it is sent now, so the step before is taken in now
+                batch.sampling.mask.ready()
             tokens = int(batch.starts[-1])
             self._tell(f"a step of {tokens} token{'s' if tokens > 1 else ''}", "step", bucket, pack(batch),
-                       limited=launched)  # the first one may compile for long
+                       hung="always" if launched else "idle")  # the first one may compile for long
             launched = True
             out, state = step(state, batch)
+            self.owed.append(self._last)
             return Joint(self, out), state
         return launch
 
     def copy_pages(self, state: Any, src: Sequence[int], dst: Sequence[int]) -> Any:
         self._tell(f"copying {len(src)} pages", "copy_pages", list(map(int, src)), list(map(int, dst)),
-                   limited=True)
+                   hung="always")
         return self.platform.copy_pages(state, src, dst)
 
     def wait(self, collected: Future) -> Any:
@@ -149,26 +186,26 @@ class Ranks:
                 process.wait(5)
             except subprocess.TimeoutExpired:
                 process.kill()
-            if batch.sampling.mask is not None:  # it is sent now, so the step before is taken in now
-                batch.sampling.mask.ready()
                 process.wait()
         for socket in self._sockets:
             socket.close(0)
         self._context.term()
         shutil.rmtree(self.directory, ignore_errors=True)
 
-    def _tell(self, what: str, *message: Any, limited: bool = False) -> None:
+    def _tell(self, what: str, *message: Any, hung: Literal["never", "idle", "always"] = "never") -> None:
         if self.dead:
             raise EngineDead(self.dead)
         self._sent += 1
-        self._told.append(Told(self._sent, time.monotonic(), what, limited))
+        self._last = Told(self._sent, time.monotonic(), what, hung)
+        self._told.append(self._last)
         data = encode(message)
         for socket in self._sockets:
             socket.send(data)
 
     def _spawn(self, rank: int, world: int, start: bytes) -> subprocess.Popen[bytes]:
-        process = subprocess.Popen([sys.executable, "-P", "-m", __name__, str(rank), str(world)],
-                                   stdin=subprocess.PIPE)
+        with spared_signals():
+            process = subprocess.Popen([sys.executable, "-P", "-m", __name__, str(rank), str(world)],
+                                       stdin=subprocess.PIPE)
         process.stdin.write(start)
         process.stdin.flush()
         threading.Thread(target=self._watch, args=(rank, process), daemon=True).start()
@@ -195,17 +232,28 @@ class Ranks:
             counts = self._progress.counts[1:].copy()
             while self._told and self._told[0].number <= counts[:, 1].min():
                 self._told.popleft()
-            if not self._told or not self._told[0].limited:
+            if self._first_hangs(counts[:, 1].min()) or not self._told or self._told[0].hung == "never":
                 continue
             owed, age = self._told[0], time.monotonic() - self._told[0].at
             behind = [rank for rank, count in enumerate(counts.tolist(), 1) if count == min(counts.tolist())]
-            if age > self._patience:
+            if age > self._patience and (owed.hung == "always" or self._work.none()):
                 self._end(behind, owed, age)
             elif age > self._patience / 2 and owed.number > self._asked:
                 self._asked = owed.number
+                self._work.note()
                 log.error("%s not finished %s for %.0f s. Where they are:", _names(behind, "has", "have"), owed.what,
                           age)
                 self._report()
+
+    def _first_hangs(self, finished: int) -> bool:
+        """Whether rank 0 waits for what its device owes it of a step that the others have finished long ago."""
+        with suppress(IndexError):  # it owes nothing
+            owed = self.owed[0]
+            age = time.monotonic() - owed.at
+            if owed.number <= finished and age > self._patience:
+                self._give_up(f"rank 0 hung: {owed.what}, finished by the other ranks, was not finished within "
+                              f"{age:.1f} s (--step-timeout)")
+        return bool(self.dead)
 
     def _end(self, behind: list[int], owed: Told, age: float) -> None:
         begun = all(self._progress.counts[rank, 0] >= owed.number for rank in behind)
