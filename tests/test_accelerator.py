@@ -62,6 +62,22 @@ def test_decode_is_one_graph_and_a_small_prefill_has_attention_between_graphs() 
         assert RecordedGraph.replayed - before == graphs
 
 
+def test_graphs_are_captured_in_the_background_while_eager_serves() -> None:
+    tokens, found = text(20, 0, "background"), {}
+    for mode in ("off", "background"):
+        platform = ComposedPlatform({"graphs": mode})
+        driver = Driver(placed(Context(platform, platform.probe(), make=None), "llama", "f32"))
+        before, rows = RecordedGraph.replayed, [driver.logits((1, tokens[:9]))[0]]
+        for at in range(9, len(tokens)):
+            rows.append(driver.logits((1, [tokens[at]]))[0])
+            if at == 9 and mode == "background":
+                assert RecordedGraph.replayed == before, "the first decode step waited for its graph"
+                platform._runtime.background.submit(lambda: None).result()  # behind what is captured
+        assert (RecordedGraph.replayed > before) == (mode == "background")
+        found[mode] = np.stack([row.reshape(-1)[-rows[-1].size:] for row in rows])
+    np.testing.assert_allclose(found["background"], found["off"], rtol=1e-5, atol=1e-6)
+
+
 def test_a_graph_is_not_replayed_on_another_state() -> None:
     model = placed(context("first"), "llama", "f32")
     tokens, want = text(12, 0, "states"), None
