@@ -1,8 +1,9 @@
 """Which jobs of ci/matrix.json a change needs: `python ci/affected.py FILE...`, or `--since COMMIT`.
 
 Derived from the import graph. Core is in every job; a platform's folder is in its own jobs and in those whose tests
-import it; prose is in none. What nothing is known about needs every job: a file, a commit, a checkout with changes that
-are not committed, no files at all. Style and layout are checked always.
+import it; what the jobs of single platforms test is not run again by the one with the whole suite; prose is in none.
+What nothing is known about needs every job: a file, a commit, a checkout with changes that are not committed, no files
+at all. Style and layout are checked always.
 """
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ def everywhere() -> set[str]:
 
 @cache
 def files_of(name: str) -> frozenset[Path]:
-    """Sources that a job runs: core, its platform, the conformance suite, its test files, and all that these import."""
+    """Sources that a job runs: core, its platform, the conformance suite, its test files, and all that these import.
+    Of the whole suite, the files that no other job tests."""
     job = jobs()[name]
     folders = [Path("core"), Path("tests/conformance"), Path(job["folder"])]
     folders += [Path("platforms", platform) for platform in everywhere()]
@@ -43,7 +45,10 @@ def files_of(name: str) -> frozenset[Path]:
     roots.add(Path("tests/conftest.py"))
     tests = map(Path, job["tests"])
     if job["whole"]:
-        tests = graph.whole_suite({other["library"] for other in jobs().values()} - {job["library"], ""})
+        others = {test for other in jobs().values() if other["hosted"] for test in other["tests"]}
+        tests = [test for test in graph.whole_suite({other["library"] for other in jobs().values()}
+                                                    - {job["library"], ""})
+                 if str(test) not in others or graph.needs(test)]
     return frozenset(graph.reach(roots | set(tests)))
 
 

@@ -11,6 +11,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,14 @@ NEEDED = {"id", "law", "op", "needs", "outcome"}  # of a case
 
 @dataclass(frozen=True)
 class Cell:
-    """state: one of the four. reason: of what is unsupported or failed. passed of total cases that were asked for."""
+    """state: one of the four. reason: of what is unsupported or failed. passed of total cases that were asked for, of
+    which `missing` were not run."""
 
     state: str
     reason: str = ""
     passed: int = 0
     total: int = 0
+    missing: int = 0
 
 
 def read_object(path: Path, remedy: str, **fields: type) -> dict[str, Any]:
@@ -75,7 +78,7 @@ def judge(cases: list[dict[str, Any]]) -> Cell:
         reasons = Counter(case.get("reason", "") for case in bad)
         return Cell(FAILED, reasons.most_common(1)[0][0], passed, total)
     if passed:
-        return Cell(PASSED, "", passed, total)
+        return Cell(PASSED, "", passed, total, total - passed - outcomes["unsupported"])
     reasons = Counter(case.get("reason", "") for case in cases if case["outcome"] == "unsupported")
     if reasons and outcomes["unsupported"] == total:
         return Cell(UNSUPPORTED, reasons.most_common(1)[0][0], 0, total)
@@ -119,14 +122,17 @@ def _cell(job: dict[str, Any], report: dict[str, Any] | None, row: str, about: C
     return judge([case for case in report["cases"] if case["needs"][0] in computed and about(case, row)])
 
 
-def markdown(matrix: dict[str, Any], reports: dict[str, dict[str, Any]], words: Callable[..., str]) -> str:
-    """The sections as tables; `words(section, row, job name, cell)` writes a cell."""
-    jobs = matrix["jobs"]
+def markdown(found: dict[str, dict[str, dict[str, Any]]], words: Callable[[str, str, str, Any], str]) -> str:
+    """Sections of rows of columns as tables; `words(section, row, column, what is there)` writes a cell. Formats of
+    which the same is known share a row."""
     lines = []
-    for section, rows in sections(matrix, reports).items():
-        lines += ["", f"| {section} | " + " | ".join(jobs) + " |", "|---|" + "---|" * len(jobs)]
-        for row, cells in rows.items():
-            lines.append(f"| {row} | " + " | ".join(words(section, row, name, cells[name]) for name in jobs) + " |")
+    for section, rows in found.items():
+        columns = next(iter(rows.values()))
+        lines += ["", f"| {section} | " + " | ".join(columns) + " |", "|---|" + "---|" * len(columns)]
+        told = [(row, " | ".join(words(section, row, name, cell) for name, cell in cells.items()))
+                for row, cells in rows.items()]
+        for text, same in groupby(told, key=lambda each: each[1] if section == "format" else each):
+            lines.append(f"| {', '.join(row for row, _ in same)} | {text if section == 'format' else text[1]} |")
     return "\n".join(lines[1:]) + "\n"
 
 
@@ -142,7 +148,7 @@ def escape(text: str) -> str:
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, help="where the reports are")
-    print(markdown(read_matrix(), read_reports(parser.parse_args(argv).folder), plain))
+    print(markdown(sections(read_matrix(), read_reports(parser.parse_args(argv).folder)), plain))
     return 0
 
 

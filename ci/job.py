@@ -71,6 +71,8 @@ def test(python: Path, platform: str, job: dict[str, Any]) -> str:
 
 def record(about: dict[str, Any], found: dict[str, Any] | None) -> str:
     """A report as JSON, one case a line, with what tables and people read of it."""
+    if "device" in (found or {}).get("manifest", {}):
+        about = {**about, "on": found["manifest"]["device"]}
     head = {**about, **{k: v for k, v in (found or {}).items() if k not in ("cases", "manifest")}}
     kept = ("id", "law", "op", "needs", "outcome", "reason", "seconds")
     cases = [{k: v for k, v in case.items() if k in kept and v != ""} for case in (found or {}).get("cases", ())]
@@ -78,9 +80,34 @@ def record(about: dict[str, Any], found: dict[str, Any] | None) -> str:
     return json.dumps(head, indent=1, ensure_ascii=False).removesuffix("\n}") + f',\n "cases": [\n{lines}\n ]\n}}\n'
 
 
+def taken(path: Path, platform: str) -> dict[str, Any]:
+    """A report of the suite that was made before, as by ci/device_check.sh. Ends the script for one of another
+    platform, and for one of no device."""
+    found = cells.read_object(path, "`isthmus conformance --json=FILE` writes one", platform=str, started=str,
+                              cases=list, manifest=dict)
+    emulated = bool(found.get("of", {}).get("emulated"))
+    if found["platform"] != platform or emulated:
+        raise SystemExit(f"{path} is of {found['platform']}{' emulated' * emulated}, not of {platform}")
+    return found
+
+
 def commit() -> str:
     done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
     return done.stdout.strip() or "unknown"
+
+
+def keep(path: Path | None, name: str, job: dict[str, Any], found: dict[str, Any] | None, tests: str) -> int:
+    """Write the report of a job, say how it ended, and give its exit code."""
+    if path:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(record({
+            "job": name, "platform": job["platform"], "device": job["device"],
+            "date": found["started"][:10] if found else datetime.now(UTC).date().isoformat(),
+            "commit": (found or {}).get("of", {}).get("commit") or commit(), "tests": tests}, found), "utf-8")
+    ok = found is not None and found["ok"] and tests != "failed"
+    said = "gave no report" if found is None else "ok" if found["ok"] else "failed"
+    print(f"{name}: conformance {said}, tests {tests}")
+    return 0 if ok else 1
 
 
 def main(argv: list[str]) -> int:
@@ -90,6 +117,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--report", type=Path, metavar="FILE", help="where the report goes")
     parser.add_argument("--venv", type=Path, metavar="FOLDER", help="where the environment is made")
     parser.add_argument("--python", type=Path, help="use this one's environment instead of making one")
+    parser.add_argument("--taken", type=Path, metavar="FILE", help="run nothing: the suite's own report, of a device")
     parser.add_argument("--only-conformance", action="store_true", help="leave the tests out")
     parser.add_argument("--every", type=int, default=1, metavar="N",
                         help="only each N-th case of the suite where a stand-in is slow; no report then")
@@ -101,6 +129,8 @@ def main(argv: list[str]) -> int:
     if given.name not in jobs:
         parser.error(f"there is no job {given.name}; there are: {', '.join(jobs)}")
     job = jobs[given.name]
+    if given.taken:
+        return keep(given.report, given.name, job, taken(given.taken, job["stand_in"] or job["platform"]), "unverified")
     os.environ.update(job["environment"])
     print(f"{given.name}: {job['title']}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
@@ -108,15 +138,7 @@ def main(argv: list[str]) -> int:
         check_absent(python, job["without"])
         found = conformance(python, job["stand_in"] or job["platform"], given.every)
         tests = "unverified" if given.only_conformance else test(python, job["platform"], job)
-    if given.report:
-        given.report.parent.mkdir(parents=True, exist_ok=True)
-        given.report.write_text(record({
-            "job": given.name, "platform": job["platform"], "device": job["device"],
-            "date": datetime.now(UTC).date().isoformat(), "commit": commit(), "tests": tests}, found), "utf-8")
-    ok = found is not None and found["ok"] and tests != "failed"
-    print(f"{given.name}: conformance {'gave no report' if found is None else 'ok' if found['ok'] else 'failed'}, "
-          f"tests {tests}")
-    return 0 if ok else 1
+    return keep(given.report, given.name, job, found, tests)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
-"""Write the CI matrix from the platforms' manifests: ci/matrix.json and .github/workflows/platforms.yml.
+"""Write the CI matrix from the platforms' manifests: ci/matrix.json and .github/workflows/platforms.yml, and what the
+emulations of tests/emulation claim.
 
-`python ci/matrix.py` writes both, `--check` fails when they are stale. A job is one platform on one kind of machine.
+`python ci/matrix.py` writes all, `--check` fails when they are stale. A job is one platform on one kind of machine.
 Its time limit follows from the seconds that its test files and its conformance run declare.
 """
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 import tomllib
 from pathlib import Path
@@ -23,6 +25,7 @@ PYTHON = "3.12"
 INSTALL = 300   # seconds to make an environment
 SLACK = 3       # times slower than declared before a job is stopped
 JSON, WORKFLOW = Path("ci/matrix.json"), Path(".github/workflows/platforms.yml")
+EMULATION, END = Path("tests/emulation"), "_emulated"  # its folder, and the end of its platforms' names
 LIGHT = ("tests/test_layout.py", "tests/test_ci.py", "tests/test_registry.py")  # what every change must pass
 
 
@@ -81,7 +84,7 @@ def matrix() -> dict[str, Any]:
                 "folder": str(folders()[platform][0]), "device": job.device,
                 "runner": job.runner, "hosted": job.hosted, "install": job.install, "without": job.without,
                 "environment": job.environment, "whole": job.whole, "library": claim.library,
-                "stand_in": job.stand_in, "shown": job.shown,
+                "stand_in": job.stand_in, "shown": job.shown or ("runs here" if job.hosted else "verified on"),
                 "tests": ["tests"] if job.whole else [str(p) for p in tests],
                 "minutes": -(-int(SLACK * seconds + INSTALL) // 600) * 10,
                 "capabilities": sorted(manifests.capabilities(claim)), "lacks": claim.lacks,
@@ -182,10 +185,21 @@ TAIL = """\
 """
 
 
+def emulated(text: str) -> str:
+    """What an emulation claims: what its platform does, but for its rank, since a platform that is what it says comes
+    first."""
+    head, _, claimed = text.partition("\n[[ci]]")[0].partition("\n")
+    return f"{head}\n# Written by ci/matrix.py; do not edit.\n" + re.sub(
+        r"(?m)^rank = \d+$", "rank = 1", claimed).rstrip() + "\n"
+
+
 def outputs() -> dict[Path, str]:
     """What each generated file must hold."""
-    data = matrix()
-    return {JSON: json.dumps(data, indent=1, sort_keys=True) + "\n", WORKFLOW: workflow(data)}
+    data, found = matrix(), folders()
+    claimed = {EMULATION / job["stand_in"].removesuffix(END) / manifests.FILE:
+               emulated((graph.ROOT / found[job["platform"]][1]).read_text("utf-8"))
+               for job in data["jobs"].values() if job["stand_in"].endswith(END)}
+    return {JSON: json.dumps(data, indent=1, sort_keys=True) + "\n", WORKFLOW: workflow(data), **claimed}
 
 
 def stale(files: dict[Path, str]) -> list[str]:

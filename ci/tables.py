@@ -21,30 +21,78 @@ PAGE = Path("docs/platforms.md")
 REASON = 90  # characters of a failure's reason in a cell
 PLAIN = ("f32", "f16", "bf16")  # formats that are cast, so that there is nothing to keep
 
+EVIDENCE = ("verified on", "runs here", "compiled and interpreted", "signature-checked")  # the strongest first
+
 INTRO = """\
 # Platforms
 
 Written by `python ci/tables.py` from each platform's `manifest.toml` and the conformance reports in
-[conformance/](conformance/); do not edit. `isthmus explain --platform NAME` prints a manifest in full.
+[conformance/](conformance/); do not edit. `isthmus explain --platform NAME` prints a manifest in full, `isthmus doctor`
+says which platforms this machine can have and what the others lack.
 
-A cell says only what was run: **yes** passed there (with the number of cases where some do not apply), **interpreted**
-passed in Triton's interpreter without the device, its kernels compiled for every target in
-[triton_kernels.md](triton_kernels.md), **signature-checked** passed with stand-ins for the vendor's operators under
-their own schemas, **verified on the device** passed on one. **expanded** passed with the weights expanded at load,
-**unsupported** is declared with its reason, **failed** is a failure, also one that the platform's ledger expects, and
-**unverified** was claimed and not run.
+Six words say what is known, and none says more than was run:
+
+| word | meaning |
+|---|---|
+| runs here | its conformance cases pass on the machine that builds this project, a host processor (MLX by its CPU \
+build, JAX on the CPU) |
+| compiled and interpreted | they pass on a host processor with the kernels in Triton's interpreter, and the kernels \
+compile for every device named in [triton_kernels.md](triton_kernels.md) (Intel's: `ci/xpu_aot.json`); no device has \
+run them |
+| signature-checked | they pass on a host processor with stand-ins for the vendor's operators, under the schemas that \
+the vendor's own package declares; no device has run them |
+| verified on (device, date) | they pass on that device |
+| unsupported (reason) | the platform says that it does not do this, and why |
+| unverified | the platform claims it, and nothing has shown it |
+
+Where cases failed, **failed** stands in their place, also for a failure that the platform's ledger expects. "Expanded"
+formats are read, and held in the type that the model computes in. Speed, memory, captured graphs of a real device and
+sums over several devices are unverified wherever no cell says "verified on"; what was measured on one is in
+[measurements/](measurements/).
+
+## What is known of each platform
+
+The strongest of the runs that are listed below.
+
 """
 
 
 def page() -> str:
     """The whole page."""
     data, reports = cells.read_matrix(), cells.read_reports(ROOT / "docs" / "conformance")
-    parts = [INTRO, "## What each claims\n", _claims(),
-             "\n## Quantized checkpoints that every platform reads\n", _schemes(),
-             "\n## Where it was run\n", _runs(data, reports),
-             "\n## What was found\n",
-             cells.markdown(data, reports, lambda *about: _words(data["jobs"], *about))]
-    return "\n".join(parts)
+    found = cells.sections(data, reports)
+    tests = found.pop("tests")["tests of its own"]
+    if any(cell.state != cells.UNVERIFIED for cell in tests.values()):
+        found["tests"] = {"tests of its own": tests}
+    known = {section: {row: _by_platform(data["jobs"], by_job) for row, by_job in found[section].items()}
+             for section in ("op", "format", "feature")}
+
+    def words(section: str, row: str, name: str, cell: cells.Cell) -> str:
+        return word(data["jobs"][name], reports.get(name, {}), section, row, cell)
+
+    def best(section: str, row: str, platform: str, by_job: dict[str, cells.Cell]) -> str:
+        name = strongest(data["jobs"], by_job)
+        return word(data["jobs"][name], reports.get(name, {}), section, row, by_job[name], counts=False)
+
+    about = "With the number of cases that passed, where others are unsupported or were not run.\n"
+    return INTRO + cells.markdown(known, best) + "\n".join([
+        "\n## What each claims\n", _claims(), "\n## Quantized checkpoints that every platform reads\n", _schemes(),
+        "\n## Where it was run\n", _runs(data, reports),
+        "\n## Each run by itself\n", about, cells.markdown(found, words)])
+
+
+def _by_platform(jobs: dict[str, Any], by_job: dict[str, cells.Cell]) -> dict[str, dict[str, cells.Cell]]:
+    found: dict[str, dict[str, cells.Cell]] = {}
+    for name, cell in by_job.items():
+        found.setdefault(jobs[name]["platform"], {})[name] = cell
+    return found
+
+
+def strongest(jobs: dict[str, Any], by_job: dict[str, cells.Cell]) -> str:
+    """The job of a platform whose cell counts: a failure first, then what has passed by the strongest evidence. What
+    one stand-in lacks and the platform claims is unverified."""
+    order = (cells.FAILED, cells.PASSED, cells.UNVERIFIED, cells.UNSUPPORTED)
+    return min(by_job, key=lambda name: (order.index(by_job[name].state), EVIDENCE.index(jobs[name]["shown"])))
 
 
 def _claims() -> str:
@@ -83,17 +131,20 @@ def _runs(data: dict[str, Any], reports: dict[str, dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _words(jobs: dict[str, Any], section: str, row: str, name: str, cell: cells.Cell) -> str:
-    """A cell for readers of the page."""
+def word(job: dict[str, Any], report: dict[str, Any], section: str, row: str, cell: cells.Cell,
+         counts: bool = True) -> str:
+    """A cell for readers of the page. counts: of cases that do not apply too."""
     if cell.state == cells.PASSED:
-        kept = section != "format" or row in PLAIN or row in jobs[name]["capabilities"]
-        word = jobs[name]["shown"] if kept else "expanded"
-        limit = jobs[name]["limits"].get(row) if section == "op" else None
-        notes = [limit] * bool(limit) + [f"{cell.passed} of {cell.total}"] * (cell.passed < cell.total)
-        return word + (f" ({'; '.join(notes)})" if notes else "")
+        on = f" ({report.get('on', job['device'])}, {report['date']})" if job["shown"] == EVIDENCE[0] else ""
+        kept = section != "format" or row in PLAIN or row in job["capabilities"]
+        limit = job["limits"].get(row) if section == "op" else None
+        notes = ["expanded"] * (not kept) + [limit] * bool(limit)
+        if cell.passed < cell.total and (counts or cell.missing):
+            notes.append(f"{cell.passed} of {cell.total}")
+        return cells.escape(job["shown"] + on) + (f" ({'; '.join(notes)})" if notes else "")
     if cell.state == cells.FAILED:
         return f"**failed**: {cells.escape(cell.reason)[:REASON]}" if cell.reason else "**failed**"
-    return cell.state + (f": {cells.escape(cell.reason)}" if cell.reason else "")
+    return cell.state + (f" ({cells.escape(cell.reason)})" if cell.reason else "")
 
 
 def main(argv: list[str]) -> int:

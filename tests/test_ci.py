@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -146,6 +147,13 @@ def test_a_change_of_core_needs_every_job():
 def test_a_change_of_a_platform_needs_its_jobs_only(platform):
     for file in (matrix.folders()[platform][1].with_name(name) for name in ("ops.py", "ledger.toml", "manifest.toml")):
         assert affected.affected([str(file)]) == jobs_of(platform), file
+
+
+@pytest.mark.parametrize("file, platforms", [
+    ("platforms/npu/moe.py", ["npu"]), ("platforms/xpu/moe.py", ["xpu"]), ("tests/test_npu_platform.py", ["npu"]),
+    ("platforms/cuda/kernels.py", ["cuda", "rocm"]), ("platforms/triton_kit/merge.py", ["cuda", "rocm", "xpu"])])
+def test_a_change_of_an_accelerator_does_not_need_the_whole_suite(file, platforms):
+    assert affected.affected([file]) == jobs_of(*platforms), file
 
 
 def test_prose_needs_no_job_and_a_test_needs_those_that_run_it():
@@ -296,21 +304,48 @@ def test_cells_follow_reports_and_manifests():
     assert state["format", "q4_0"] == "passed" and state["format", "q4_1"] == "unsupported"
     assert state["tests", "tests of its own"] == "failed"
     assert {row[other].state for rows in tables.values() for row in rows.values()} <= {"unverified", "unsupported"}
-    text = cells.markdown(data, {name: report}, cells.plain)
-    assert "failed: NMSE 1" in text and "unsupported: no \\| caps" in text
+    text = cells.markdown(tables, cells.plain)
+    assert "failed: NMSE 1" in text and "unsupported: no \\| caps" in text and ", q5_0, q5_1, " in text
 
 
 def test_the_page_tells_kept_from_expanded_and_never_what_was_not_run():
-    jobs = {"j": {"capabilities": ["q4_0", "bf16"], "limits": {"linear": "in bf16"}, "shown": "yes"}}
+    job = {"capabilities": ["q4_0", "bf16"], "limits": {"linear": "in bf16"}, "shown": "runs here", "device": "d"}
     passed, part = cells.Cell("passed", "", 3, 3), cells.Cell("passed", "", 2, 3)
-    assert tables._words(jobs, "format", "q4_0", "j", passed) == "yes"
-    assert tables._words(jobs, "format", "q6_k", "j", passed) == "expanded"
-    assert tables._words(jobs, "format", "f16", "j", passed) == "yes"
-    assert tables._words(jobs, "op", "linear", "j", part) == "yes (in bf16; 2 of 3)"
-    jobs["j"]["shown"] = "interpreted"
-    assert tables._words(jobs, "op", "moe", "j", passed) == "interpreted"
-    assert tables._words(jobs, "op", "moe", "j", cells.Cell("unverified")) == "unverified"
-    assert tables._words(jobs, "op", "moe", "j", cells.Cell("unsupported", "no |")) == "unsupported: no \\|"
+
+    def told(section: str, row: str, cell: cells.Cell, **more: bool) -> str:
+        return tables.word(job, {"on": "NVIDIA H|200", "date": "2026-12-01"}, section, row, cell, **more)
+    assert told("format", "q4_0", passed) == told("format", "f16", passed) == "runs here"
+    assert told("format", "q6_k", passed) == "runs here (expanded)"
+    assert told("op", "linear", part) == "runs here (in bf16; 2 of 3)"
+    assert told("op", "linear", part, counts=False) == "runs here (in bf16)", "the third is unsupported"
+    assert told("op", "moe", cells.Cell("passed", "", 2, 3, 1), counts=False) == "runs here (2 of 3)", "it was not run"
+    job["shown"] = "verified on"
+    assert told("op", "moe", passed) == "verified on (NVIDIA H\\|200, 2026-12-01)"
+    assert told("op", "moe", cells.Cell("unverified")) == "unverified"
+    assert told("op", "moe", cells.Cell("unsupported", "no |")) == "unsupported (no \\|)"
+    assert told("op", "moe", cells.Cell("failed", "NMSE 1")) == "**failed**: NMSE 1"
+
+
+@pytest.mark.parametrize("states, name", [
+    (("unverified", "passed", "passed"), "interpreted"), (("passed", "passed", "passed"), "device"),
+    (("unverified", "unsupported", "unverified"), "device"), (("unverified", "unsupported", "passed"), "signatures"),
+    (("unsupported", "unsupported", "unsupported"), "device"), (("passed", "failed", "passed"), "interpreted")])
+def test_the_strongest_run_counts_and_a_failure_before_all(states, name):
+    jobs = {"device": "verified on", "interpreted": "compiled and interpreted", "signatures": "signature-checked"}
+    by_job = {job: cells.Cell(state) for job, state in zip(jobs, states, strict=True)}
+    assert tables.strongest({job: {"shown": shown} for job, shown in jobs.items()}, by_job) == name
+
+
+def test_every_cell_of_the_page_is_one_of_the_words():
+    words = "|".join((*tables.EVIDENCE, "unsupported", "unverified", r"\*\*failed\*\*"))
+    page = (graph.ROOT / tables.PAGE).read_text("utf-8")
+    assert {job["shown"] for job in JOBS.values()} <= set(tables.EVIDENCE)
+    for known, after in (("What is known of each platform", "What each claims"), ("Each run by itself", None)):
+        part = page.partition(f"## {known}")[2].partition(f"## {after}")[0]
+        rows = [line.split(" | ")[1:] for line in part.splitlines() if line.startswith("| ")]
+        told = [cell.rstrip(" |") for row in rows if not set(row) & {"cpu"} for cell in row]
+        assert len(told) > 100
+        assert not [cell for cell in told if not re.fullmatch(rf"({words})( \(.+\))?(: .+)?", cell)]
 
 
 def test_a_recorded_report_is_read_back(tmp_path):
@@ -346,6 +381,24 @@ def test_a_module_that_must_be_absent_fails_the_job():
 def test_jobs_of_ordinary_machines_are_listed(capsys):
     assert job.main(["--list"]) == 0
     assert capsys.readouterr().out.split() == [n for n, j in JOBS.items() if j["hosted"] and not j["whole"]]
+
+
+def test_a_report_of_a_device_is_taken_over_and_no_other(tmp_path, capsys):
+    """As ci/device_check.sh leaves it, or `isthmus conformance --json`."""
+    found = {"platform": "cuda", "ok": True, "started": "2026-12-01T10:00:00", "seconds": 2.0, "counts": {"passed": 1},
+             "versions": {}, "cases": [case("passed")], "manifest": {"device": "NVIDIA H200"},
+             "of": {"emulated": False, "commit": "c0ffee"}}
+    taken, kept = tmp_path / "conformance.json", tmp_path / "reports" / "cuda-device.json"
+    taken.write_text(json.dumps(found))
+    assert job.main(["cuda-device", f"--taken={taken}", f"--report={kept}"]) == 0
+    report = cells.read_reports(kept.parent)["cuda-device"]
+    assert (report["on"], report["date"], report["commit"]) == ("NVIDIA H200", "2026-12-01", "c0ffee")
+    assert "cuda-device: conformance ok, tests unverified" in capsys.readouterr().out
+    for change, why in (({"platform": "cpu"}, "is of cpu, not of cuda"), ({"cases": 3}, "'cases' is 3"),
+                        ({"of": {"emulated": True}}, "is of cuda emulated")):
+        taken.write_text(json.dumps(found | change))
+        with pytest.raises(SystemExit, match=why):
+            job.main(["cuda-device", f"--taken={taken}"])
 
 
 def test_an_unknown_job_is_refused_with_those_there_are(capsys):

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -23,11 +24,12 @@ from isthmus.conformance.oracle import placed, text
 from isthmus.core.discovery import load_platform
 from isthmus.core.manifests import read_file
 from isthmus.core.platform import AttentionSpec, MoESpec, RawTensor, Unavailable, WeightSpec
+from isthmus.platforms.accelerator.base import MODES
 from isthmus.platforms.accelerator.cache import LayerCache
 from isthmus.platforms.npu import driver, moe, quant
 from isthmus.platforms.npu.attention import reason_against
 from isthmus.platforms.npu.graph import npu_graphs
-from isthmus.platforms.npu.runtime import NpuPlatform
+from isthmus.platforms.npu.runtime import CHOICES, NpuPlatform
 
 from .emulation.npu.operators import KERNELS, Calls, schemas
 from .emulation.npu.platform import Platform
@@ -289,7 +291,9 @@ def test_a_wrong_call_fails(call) -> None:
 
 def test_the_emulation_claims_what_the_platform_claims() -> None:
     own, emulated = (read_file(ROOT / folder / "npu" / "manifest.toml") for folder in ("platforms", "tests/emulation"))
-    assert own == emulated and own.formats == quant.KEPT and own.page_sizes == NpuPlatform.page_sizes
+    assert msgspec.structs.replace(own, rank=Platform.rank, ci=()) == emulated
+    assert own.formats == quant.KEPT and own.page_sizes == NpuPlatform.page_sizes
+    assert own.options == {"graphs": MODES} | CHOICES
 
 
 def test_an_emulation_is_never_taken_before_the_host() -> None:

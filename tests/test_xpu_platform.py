@@ -23,6 +23,7 @@ from isthmus.conformance.oracle import placed, text
 from isthmus.core.manifests import read_file
 from isthmus.core.platform import AttentionSpec, RawTensor, Unavailable, WeightSpec
 from isthmus.platforms.accelerator import build
+from isthmus.platforms.accelerator.base import MODES
 from isthmus.platforms.accelerator.cache import LayerCache
 from isthmus.platforms.accelerator.kernels import Kernels
 from isthmus.platforms.accelerator.moe import act_mul
@@ -314,4 +315,5 @@ def test_what_the_probe_says_is_within_the_manifest():
     claim, manifest = read_file(ROOT / "platforms" / "xpu" / "manifest.toml"), context().manifest
     assert set(manifest.formats) <= set(claim.formats) and set(manifest.kv_dtypes) <= set(claim.kv_dtypes)
     assert set(manifest.formats) == {"fp8", *quant.FOUR_BITS}
+    assert claim.options == {"graphs": MODES, "operators": runtime.SWITCHES, "triton": runtime.SWITCHES}
     assert manifest.details["operators"] == "reference kernels"
