@@ -94,7 +94,7 @@ def test_generate_logprobs(http):
     ({"input_ids": [VOCAB]}, "input_ids"), ({"input_ids": [[1], [-1]]}, "input_ids[1]"), ({"text": ""}, "text"),
     ({"text": 5}, "text"), ({"text": [1]}, "text"),
     ({"text": "a", "rid": ""}, "rid"), ({"text": "a", "image_data": "x"}, "image_data"),
-    ({"text": "a", "sampling_params": {"regex": "a"}}, "regex"),
+    ({"text": "a", "sampling_params": {"regex": ""}}, "regex"),
     ({"text": "a", "sampling_params": {"temperature": 9}}, "sampling_params.temperature"),
     ({"text": "a", "sampling_params": {"max_new_tokens": 0}}, "sampling_params.max_new_tokens"),
     ({"text": "a", "sampling_params": 5}, "sampling_params"), ({"text": ["a"] * 200}, "text"),
