@@ -14,7 +14,7 @@ from isthmus.conformance import Case, Context, Outcome, all_cases, run_case
 from isthmus.conformance.driver import Driver
 from isthmus.conformance.ledger import Ledger
 from isthmus.conformance.oracle import placed, text
-from isthmus.core.platform import Unavailable
+from isthmus.core.platform import Bias, Mask, Penalties, Sampling, Unavailable
 from isthmus.platforms.accelerator.base import AcceleratorPlatform
 from isthmus.platforms.accelerator.build import reason_against_build
 from isthmus.platforms.accelerator.staging import Staging
@@ -153,6 +153,25 @@ def test_a_step_that_cannot_be_captured_stays_eager() -> None:
     for _ in range(3):
         driver.logits((1, text(33, 0, "eager")))
     assert RecordedGraph.replayed == before
+
+
+def test_sampling_waits_for_nothing() -> None:
+    """Composed of torch operators, with all that a row may ask for."""
+    two, some = np.arange(2, dtype=np.int32), np.array([0.5, 0.9], np.float32)
+    sampling = Sampling(some, some, two + 5, some, some / 9, Penalties(two, two, two, two, some + 1, some, some),
+                        Bias(two, two, some), Mask(two, np.full((2, 3), 2 ** 32 - 2, np.uint32)), two + 1)
+    platform = ComposedPlatform({"graphs": "off"})
+    platform.probe()
+    kernels, targets = platform._runtime.kernels, np.array([-1, 3], np.int32)
+    host = kernels.sampling_arrays(sampling, targets) | {"rows": two}
+    fed, graph = platform._runtime.staging.feed(host), RecordedGraph()
+    logits = torch.from_numpy(np.random.default_rng(0).standard_normal((2, 70)).astype(np.float32))
+    graph.capture_begin()
+    try:
+        sampled = kernels.sample(logits, fed, torch.zeros(2, dtype=torch.int32), 2, True)
+    finally:
+        graph.capture_end()
+    assert sampled.tokens[1] == 3 and sampled.tokens[0] > 0
 
 
 def test_options_are_checked() -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from isthmus.core.platform import Bias, Mask, Penalties, Sampling
 from isthmus.platforms.reference.sampling import best_ids, choose, log_softmax
 
+from ..emulation.recorder import RecordedGraph
 from .interpreter import prepare
 
 DEVICE = prepare()
@@ -164,6 +165,29 @@ def test_sampled_tokens_alone_are_kept_for_the_next_step():
     slots = torch.tensor([3, 1, 0, 5], dtype=torch.int32, device=DEVICE)
     got = run(logits, Sampling(), np.array([-1, 2, -2, -1]), last=last, slots=slots)
     assert got.tokens.tolist() == [5, 2, 0, 5] and last.tolist() == [77, 77, 77, 5, 77, 5]
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="the recorder is for the CPU")
+def test_nothing_in_it_waits_for_the_device():
+    """Recorded, where reading a value on the host is an error, and replayed, with all that a row may ask for."""
+    rng, two = np.random.default_rng(0), np.arange(2, dtype=np.int32)
+    logits = torch.from_numpy(rng.standard_normal((2, 70)).astype(np.float32))
+    sampling = Sampling(f32(0, 0.8), f32(0.1, 0.7), np.array([0, 30], np.int32), f32(1, 0.9), f32(0, 0.01),
+                        Penalties(two, two, two, two, f32(1, 1.5), f32(0, 0.5), f32(0, 0.5)),
+                        Bias(two, two, f32(1, -1)), Mask(two, np.full((2, 3), 2 ** 32 - 2, np.uint32)))
+    arrays = {name: torch.from_numpy(np.array(values)) for name, values in host_arrays(sampling, 2).items()}
+    targets, inputs, last = torch.full((2,), -1, dtype=torch.int32), torch.from_numpy(two), torch.zeros(2).int()
+    graph = RecordedGraph()
+    graph.capture_begin()
+    try:
+        got = sample(logits, targets, arrays, inputs=inputs, top_logprobs=3, last=last, slots=inputs)
+    finally:
+        graph.capture_end()
+    agree(got.tokens, logits.numpy(), sampling, two)
+    logits.copy_(logits.flip(1))
+    graph.replay()
+    agree(got.tokens, logits.numpy(), sampling, two)
+    assert last.tolist() == got.tokens.tolist()
 
 
 def test_every_bit_of_a_mask_is_its_token():
