@@ -4,9 +4,10 @@ What is named here is imported when it is first used, so that nothing else waits
 """
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
+TYPE_CHECKING = False  # `typing` is not imported either: it takes longer than all else that `isthmus --help` does first
 if TYPE_CHECKING:
+    from typing import Any
+
     from .core.api import Completion, Engine, TokenLogprobs
 
 __version__: str

@@ -172,7 +172,7 @@ def test_a_real_server_keeps_tenants_apart_when_asked(tmp_path, isolation, other
 
 
 def test_isolation_without_keys_is_refused_at_the_start(monkeypatch):
-    from isthmus.core.cli.main import _run
+    from isthmus.core.cli.run import _run
     monkeypatch.delenv("ISTHMUS_API_KEY", raising=False)
     with pytest.raises(ConfigError, match="--cache-isolation key .* set ISTHMUS_API_KEY"):
         _run(["serve", "--cache-isolation", "key"])

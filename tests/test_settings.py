@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 from isthmus.core import env
-from isthmus.core.cli.main import MAX_MESSAGE, main
+from isthmus.core.cli.main import main
+from isthmus.core.cli.run import MAX_MESSAGE
 from isthmus.core.config import Config, size_bytes
 from isthmus.core.errors import ConfigError
 from isthmus.core.scheduler.policy import POLICIES, FirstComeFirstServed

@@ -20,7 +20,7 @@ from ..config import Config
 from ..errors import ConfigError, RequestError
 from ..settings import Resolved, list_settings
 from .sampling import check_options
-from .session import fetch, in_thread, make_local_client, platform_warning
+from .session import end_children, fetch, in_thread, make_local_client, platform_warning
 
 Message = dict[str, str]
 Prompt = str | Sequence[Message]
@@ -132,9 +132,10 @@ class LocalBackend:
                 yield output.text
 
     async def close(self) -> None:
-        """Stop the engine."""
+        """Stop the engine, or the download."""
         if self.client is not None:
             await self.client.close()
+        end_children()
 
 
 class RemoteBackend:
@@ -160,11 +161,11 @@ class RemoteBackend:
     async def open(self, progress: Any) -> None:
         """Ask the server what it serves, and whether that can chat."""
         progress(f"connect to {self.address}", 0, 0)
-        served = await asyncio.to_thread(self._models)
+        served = await in_thread(self._models)
         if self.model and self.model not in served:
             raise ConfigError(f"{self.address} has no model {self.model}; it serves {', '.join(served[:8])}")
         self.model = self.model or served[0]
-        self.can_chat = await asyncio.to_thread(self._has_template)
+        self.can_chat = await in_thread(self._has_template)
         self.name = f"{self.model} at {self.address}"
 
     async def load(self, progress: Any) -> None:

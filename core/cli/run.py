@@ -1,4 +1,4 @@
-"""The entry point `isthmus`."""
+"""Runs one command of the command line."""
 from __future__ import annotations
 
 import errno
@@ -16,26 +16,28 @@ from ..files import is_there
 from ..logs import announce, set_up_logging
 from ..settings import Resolved, check_platform, list_settings, resolve, shown, unknown_variables
 from .encoding import accept_every_character
+from .main import INTERRUPTED
 from .parser import build_parser, find_command, given_settings, overview
+from .process import cut_off
 
-USAGE, FAILED, INTERRUPTED = 2, 1, 130
+USAGE, FAILED = 2, 1
 MAX_MESSAGE = 4000  # characters; whatever an error repeats, a terminal shows it
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; the exit code: 0 done, 1 failed, 2 a deliberate error told in one line, 130 interrupted."""
+def run(argv: Sequence[str]) -> int:
+    """Run one command; the exit code: 0 done, 1 failed, 2 a deliberate error told in one line."""
     accept_every_character()
     try:
-        code = _run(list(sys.argv[1:] if argv is None else argv))
+        code = _run(list(argv))
         if sys.stdout and not sys.stdout.closed:
             sys.stdout.flush()
         return code
-    except KeyboardInterrupt:
-        return INTERRUPTED
     except BrokenPipeError:  # the reader of our output has gone, as `isthmus models | head -1` does
         sys.stderr.close()
         return FAILED
     except Exception as error:
+        if cut_off(error):
+            return INTERRUPTED
         if not _deliberate(error):
             raise
         if debug_level():
@@ -94,7 +96,3 @@ def _run(argv: list[str]) -> int:
         if "model" in command.groups:  # the other, doctor, tells about a platform that is not there
             check_platform(resolved)
     return module.run(arguments, resolved)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

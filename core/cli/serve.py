@@ -19,6 +19,7 @@ from ..errors import ConfigError
 from ..logs import announce
 from ..settings import Resolved
 from .banner import banner, base_url, count
+from .main import INTERRUPTED
 from .parser import add_model_argument
 from .progress import ProgressLine
 from .session import (
@@ -121,19 +122,26 @@ class Gate:
 
 
 class Signals:
-    """The first SIGTERM or SIGINT asks for an orderly end, a second one for an end at once."""
+    """The first SIGTERM or SIGINT asks for an orderly end, a second one for an end at once.
+
+    code: the exit code of a server that was stopped before it served.
+    """
 
     def __init__(self) -> None:
         self.first, self.second = asyncio.Event(), asyncio.Event()
+        self.code = 0
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             try:
-                loop.add_signal_handler(number, self._on_signal)
+                loop.add_signal_handler(number, self._on_signal, number)
             except NotImplementedError:  # Windows
-                signal.signal(number, lambda *_: loop.call_soon_threadsafe(self._on_signal))
+                signal.signal(number, lambda number, _: loop.call_soon_threadsafe(self._on_signal, number))
 
-    def _on_signal(self) -> None:
-        (self.second if self.first.is_set() else self.first).set()
+    def _on_signal(self, number: int) -> None:
+        if self.first.is_set():
+            return self.second.set()
+        self.code = INTERRUPTED if number == signal.SIGINT else 0
+        self.first.set()
 
 
 async def until(work: asyncio.Future[Any], event: asyncio.Event) -> bool:
@@ -183,17 +191,17 @@ async def _serve(config: Config, listener: socket.socket) -> int:
             loop = asyncio.get_running_loop()
             fetching = in_thread(fetch, config, lambda *args: loop.call_soon_threadsafe(progress, *args))
             if not await until(fetching, signals.first):
-                return 0
+                return signals.code
             local = fetching.result()
             opening = in_thread(_open_server, local)
             if in_process(local):
                 if not await until(opening, signals.first):
-                    return 0
+                    return signals.code
                 client = make_local_client(local, opening.result()[0])
             else:
                 client = make_process_client(local)
             if not await until(asyncio.gather(client.start(progress), opening), signals.first):
-                return 0
+                return signals.code
         text, create_app = opening.result()
         app = create_app(client, text, local)
         url = base_url(*listener.getsockname()[:2])

@@ -1,7 +1,6 @@
 """The terminal of a chat: words are wrapped whole, keys pressed during an answer stay out of it, lines are edited."""
 from __future__ import annotations
 
-import asyncio
 import shutil
 import sys
 from collections.abc import Awaitable, Callable, Iterator
@@ -10,6 +9,7 @@ from typing import Any, TextIO
 
 from ..env import cache_dir
 from ..errors import ConfigError
+from .session import in_thread
 
 QUOTES = '"""'
 TAB = 8  # columns
@@ -99,7 +99,7 @@ def read_input(read: Callable[[int], str]) -> str:
 
 
 async def _read_pipe(prompt: str) -> str:
-    line = await asyncio.to_thread(read_input, sys.stdin.readline)
+    line = await in_thread(read_input, sys.stdin.readline)
     if not line:
         raise EOFError
     return line.rstrip("\n")

@@ -25,6 +25,7 @@ from ..messages import Failed, ToApi, ToDetokenizer, ToScheduler
 HIGH_WATER_MARK = 4096  # messages that may wait in one direction; a full socket blocks or refuses its sender
 LINGER_MS = 5000        # how long a failed worker may deliver its last words
 SPOKE = 70              # exit code of a worker that did (sysexits.h: EX_SOFTWARE)
+GROUP_SIGNALS = (signal.SIGINT, signal.SIGTERM)  # what a terminal or a service manager sends to a whole group
 REPORT = b"?"           # on a worker's standard input: log where you are
 
 log = logging.getLogger(__name__)
@@ -114,8 +115,8 @@ def start_worker(report: Report) -> Start:
     to the whole group are ignored. A worker saves what its report says and leaves at once. What else comes on the
     pipe asks for a `report`; SIGUSR1 prints stacks even when a native call holds Python's lock.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for number in GROUP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
     if hasattr(signal, "SIGUSR1"):
         faulthandler.register(signal.SIGUSR1, all_threads=True)
     start = msgspec.json.decode(sys.stdin.buffer.readline(), type=Start)

@@ -9,14 +9,14 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import msgspec
 
 from ..config import Config
-from .wire import REPORT, Start
+from .wire import GROUP_SIGNALS, REPORT, Start
 
 try:
     import fcntl
@@ -55,6 +55,19 @@ def sweep() -> None:
                 os.close(descriptor)
 
 
+@contextmanager
+def spared_signals() -> Iterator[None]:
+    """A process that is started inside does not get the signals of its group; `start_worker` ignores them for good."""
+    if not hasattr(signal, "pthread_sigmask"):  # Windows
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, GROUP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 class Workers:
     """The worker processes and the directory of their sockets.
 
@@ -76,8 +89,9 @@ class Workers:
         """
         line = msgspec.json.encode(self._start) + b"\n"
         for role in ROLES:
-            process = subprocess.Popen([sys.executable, "-P", "-m", f"{__package__}.{role}"],
-                                       stdin=subprocess.PIPE)
+            with spared_signals():
+                process = subprocess.Popen([sys.executable, "-P", "-m", f"{__package__}.{role}"],
+                                           stdin=subprocess.PIPE)
             self._processes[role] = process
             threading.Thread(target=self._watch, args=(role, process, on_exit), daemon=True).start()
             try:

