@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -221,3 +222,41 @@ def test_a_flood_of_messages_does_not_starve_the_loop(monkeypatch):
             await asyncio.sleep(0.005)
         assert 20 < received < 1_000_000 and not client._reader.done()
     with_client("processes", body)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_figures_do_not_wait_for_a_long_step(form, monkeypatch):
+    begun, goes_on = threading.Event(), threading.Event()
+    plain = FakeEngine.step
+
+    def long_step(self):
+        if self.steps == 8 and form == "in-process":
+            begun.set()
+            assert goes_on.wait(SOON)
+        return plain(self)
+    monkeypatch.setattr(FakeEngine, "step", long_step)
+
+    async def body(client):
+        async def idle():
+            return (await client.figures()).stats == {"running": 0, "steps": 8, "busy": False}
+        await collect(client, "a", b"x")
+        await until(idle)
+        last = await client.figures()
+        stream = asyncio.ensure_future(collect(client, "b", b"x"))
+        if form == "processes":
+            os.kill(client.pids()["scheduler"], signal.SIGSTOP)
+        else:
+            await asyncio.to_thread(begun.wait, SOON)
+        found = [await client.figures(), await client.figures()]
+        assert not stream.done() and client.health() == (True, "")
+        if form == "processes":
+            os.kill(client.pids()["scheduler"], signal.SIGCONT)
+        goes_on.set()
+        assert text(await stream) == "x" * 8
+        if form == "in-process":  # the other may have got on before it was stopped
+            assert [each.stats for each in found] == [last.stats] * 2 and found[0].at == found[1].at >= last.at
+
+        async def told():
+            return (await client.figures()).stats["steps"] == 16
+        await until(told)
+    with_client(form, body)

@@ -3,10 +3,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 
 import pytest
 from isthmus.core.config import size_bytes
-from isthmus.core.errors import EngineDead, Overloaded, RequestError
+from isthmus.core.errors import Overloaded, RequestError
 from isthmus.core.server.errors import as_request_error
 from isthmus.core.server.limits import MAX_DEPTH, MAX_VALUES, parse_object, structure
 from isthmus.core.server.middleware import authorized, split_keys
@@ -252,12 +253,18 @@ def test_the_age_of_the_last_step_is_a_metric_also_while_the_engine_is_stuck(mad
     made.client.stats = {"steps": 7}
     assert 'isthmus_step_age_seconds{model_name="tiny"} 44.0' in http.get("/metrics").text
 
-    async def silent(name, timeout):
-        assert timeout < 10, "what scrapers wait"
-        raise EngineDead("the engine did not answer 'stats'")
+    async def silent(name):
+        await asyncio.sleep(3600)
     monkeypatch.setattr(made.client, "command", silent)
     text = http.get("/metrics").text
-    assert 'isthmus_step_age_seconds{model_name="tiny"} 44.0' in text and "isthmus_steps_total" not in text
+    assert 'isthmus_step_age_seconds{model_name="tiny"} 44.0' in text
+    assert 'isthmus_steps_total{model_name="tiny"} 7.0' in text, "the last that it gave"
+    info = http.get("/server_info").json()
+    assert info["stats"] == {"steps": 7}
+    assert float(re.search(r"isthmus_engine_stats_age_seconds\{[^}]*\} (\S+)", text)[1]) <= info["stats_age"]
+    made.client.fail()
+    text = http.get("/metrics").text
+    assert "isthmus_steps_total" not in text and "stats_age" not in text, "nobody gives any now"
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -15,7 +15,7 @@ from ..settings import Resolved
 from .backends import RemoteBackend, own_key
 from .banner import base_url
 
-ANSWER_S = 10.0    # how long an answer may take; the server waits half of that for an engine in a long step
+ANSWER_S = 10.0    # how long an answer may take
 HISTORY = 60       # readings behind a sparkline
 WIDTH, LABEL = 24, 12
 BARS, ASCII_BARS = " ▁▂▃▄▅▆▇█", " .:-=+*#@"
@@ -184,7 +184,7 @@ def lines(page: Figures, speeds: deque[float] | None = None, plain: bool = False
         found.append(f"  {label:{LABEL}}{text}")
 
     if page.running is None:
-        row("engine", "it gives no numbers now: it loads, is in a long step, or is gone")
+        row("engine", "it gives no numbers now: it loads, or is gone")
         return found
     row("requests", f"{page.running} running, {page.waiting} waiting, {_number(page.finished)} finished, "
                     f"{_number(page.preemptions)} preempted")

@@ -5,9 +5,11 @@ import asyncio
 import itertools
 import json
 import logging
+import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable
-from typing import Any
+from contextlib import suppress
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -32,12 +34,20 @@ log = logging.getLogger(__name__)
 ProgressCall = Callable[[str, int, int], None]  # stage, done, total
 
 COMPUTES = 0.05      # share of a processor from which an engine that finishes no step is at work on a busy machine
+FRESH_S = 0.1        # how long who asks for figures waits for new ones
 PING_S = 2.0         # between two questions how the engine is; it answers between two steps
 UNREAD_S = 3.0       # how long a reader of an ended request may rest while all others have been served
 IDLE_SILENCE_S = 10  # an engine without requests answers long before that
 PULSE = "pulse"      # the token of those questions
 STOPPING = "the server is shutting down and takes no new requests"
 UNFINISHED = "the server is shutting down: this request was not finished, send it again"
+
+
+class Figures(NamedTuple):
+    """What the engine counts, as its command "stats" gives it, and when it came, by `time.monotonic`; {} = nothing."""
+
+    stats: dict[str, Any]
+    at: float
 
 
 class EngineClient(ABC):
@@ -65,6 +75,8 @@ class EngineClient(ABC):
         self._busy, self._steps = False, 0  # whether it may have work, and the steps that it spoke of
         self._reported, self._spent = False, 0.0  # whether this silence was reported, and processor time by then
         self._pulse: asyncio.Task[None] | None = None
+        self._figures: Figures | None = None  # the last that this engine gave
+        self._asking: asyncio.Task[None] | None = None
 
     @abstractmethod
     async def start(self, progress: ProgressCall | None = None) -> None:
@@ -124,6 +136,27 @@ class EngineClient(ABC):
             raise EngineDead(f"the engine did not answer {name!r} within {timeout:g} s") from None
         finally:
             self._commands.pop(token, None)
+
+    async def figures(self) -> Figures:
+        """New ones if the engine gives them at once, else the last that it gave: it answers between two steps only.
+
+        None of an engine that is gone, or that has given none yet.
+        """
+        if self._state == "ready":
+            await asyncio.wait({self._ask_figures()}, timeout=FRESH_S)
+        if self._state != "ready" or self._figures is None:
+            return Figures({}, time.monotonic())
+        return self._figures
+
+    def _ask_figures(self) -> asyncio.Task[None]:
+        """The one question for figures that is under way."""
+        if self._asking is None or self._asking.done():
+            self._asking = asyncio.ensure_future(self._take_figures())
+        return self._asking
+
+    async def _take_figures(self) -> None:
+        with suppress(IsthmusError):  # it is gone, or in a step that takes longer than that
+            self._figures = Figures(await self.command("stats"), time.monotonic())
 
     def health(self) -> tuple[bool, str]:
         """Whether the engine can compute, and if not why. A step may take --step-timeout; it may still end later."""
@@ -228,10 +261,11 @@ class EngineClient(ABC):
 
     def _serve(self) -> None:
         if self._state == "loading":
-            self._state, self._reason = "ready", ""
+            self._state, self._reason, self._figures = "ready", "", None
 
     def _watch_pulse(self) -> None:
         """Ask again and again whether the engine still answers; `health` tells."""
+        self._ask_figures()
         self._pulse = asyncio.ensure_future(self._ping())
 
     async def _ping(self) -> None:
@@ -241,6 +275,8 @@ class EngineClient(ABC):
             self._still += 1
             if self._unanswered == 1:  # one that waits will do
                 self._send(Command(PULSE, "ping"))
+            if self._busy:  # a long step may begin any time
+                self._ask_figures()
             self._judge()
 
     def _judge(self) -> None:

@@ -13,8 +13,6 @@ from .context import Server
 from .figures import pages_by_owner, step_seconds
 from .stream import json_response
 
-STATS_S = 5.0  # a scrape waits no longer for an engine in a long step
-
 
 def model_card(server: Server) -> dict[str, Any]:
     """One entry of `/v1/models`."""
@@ -50,33 +48,28 @@ async def ready(server: Server, request: Request) -> Response:
                          503 if reason else 200)
 
 
-async def engine_stats(server: Server) -> dict[str, Any]:
-    """The engine's numbers, or none while there is no engine to ask or it is in a long step."""
-    try:
-        return await server.client.command("stats", STATS_S)
-    except EngineDead:
-        return {}
-
-
 async def metrics(server: Server, request: Request) -> Response:
     """Prometheus text."""
-    stats = {**await engine_stats(server), "step_age": server.client.step_age,
-             "restarts": server.client.restarts}
-    data = server.metrics.export(server.model, server.info, stats)
+    stats, at = await server.client.figures()
+    age = {"stats_age": time.monotonic() - at} if stats else {}
+    data = server.metrics.export(server.model, server.info, {
+        **stats, **age, "step_age": server.client.step_age, "restarts": server.client.restarts})
     return Response(data, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 async def server_info(server: Server, request: Request) -> Response:
     """The engine's description of itself and its numbers; no setting that could be a secret.
 
-    time: the server's clock in seconds, so that who asks twice can compute rates. started: seconds since 1970.
+    time: when the numbers were true, in seconds by the server's clock, so that who asks twice can compute rates.
+    started: seconds since 1970. stats_age: seconds since the engine, which answers between two steps, gave the numbers.
     """
-    stats = await engine_stats(server)
+    stats, at = await server.client.figures()
     ok, reason = server.client.health()
     return json_response({
-        "version": isthmus_version(), "served_model_name": server.model, "time": time.monotonic(),
-        "started": server.created, "health": {"ok": ok, "reason": reason}, "info": server.info, "stats": stats,
-        "pages": pages_by_owner(stats), "step_seconds": step_seconds(stats), "running": len(server.running)})
+        "version": isthmus_version(), "served_model_name": server.model, "time": at, "started": server.created,
+        "health": {"ok": ok, "reason": reason}, "info": server.info, "stats": stats,
+        "stats_age": time.monotonic() - at, "pages": pages_by_owner(stats), "step_seconds": step_seconds(stats),
+        "running": len(server.running)})
 
 
 async def show_version(server: Server, request: Request) -> Response:

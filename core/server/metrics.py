@@ -50,6 +50,8 @@ ENGINE = (
     ("pages_pinned", "gauge", "kv_pages_pinned", None, "Pages that pins keep"),
     ("kv_event_batches", "counter", "kv_event_batches", None, "Batches of cache events published"),
     ("step_age", "gauge", "step_age_seconds", None, "Since a step finished; 0 while the engine has nothing to do"),
+    ("stats_age", "gauge", "engine_stats_age_seconds", None,
+     "Since the engine gave its numbers; it gives new ones between two steps"),
     ("restarts", "counter", "engine_restarts", None, "Times that an engine that had died was started anew"),
 )
 # What the server measures: key, buckets, our name, vLLM's name, help.
