@@ -40,7 +40,7 @@ def tiny(tmp_path_factory):
     return str(tiny_llama_gguf(tmp_path_factory.mktemp("tiny") / "tiny.gguf"))
 
 
-def test_doctor_has_a_verdict_in_twenty_lines(capsys):
+def test_doctor_has_a_verdict_in_twenty_lines_of_a_pipe(capsys):
     assert main(["doctor"]) == 0
     text = capsys.readouterr().out
     assert len(text.splitlines()) <= 20
@@ -77,6 +77,23 @@ def test_doctor_explains_its_marks_and_tells_peers_from_helpers(capsys):
     assert "(* would be taken, + can run too, - cannot run here)" in text
     lines = {line.split()[1]: line for line in text.splitlines() if line.startswith("  ")}
     assert "makes words up" in lines["null"] and "slow" in lines["reference"]
+
+
+def test_doctor_tells_the_whole_reason_at_any_width():
+    reason = "no driver found: " + "install it, in a container pass --device=/dev/a-b --device=/dev/c; " * 9 + "the end"
+    platforms = {"chip": {"available": False, "reason": f"platform 'chip': {reason}"},
+                 "other": {"available": True, "device": "d", "dtypes": ["f32"], "memory_free": 1, "rank": 1}}
+    report = {"isthmus": "1", "python": "3", "system": "s", "cpus": 2, "memory": {"free": 1, "total": 2},
+              "libraries": {f"library{n}": "1.2.3" for n in range(20)} | {"none": None}, "cache": "/c",
+              "platforms": platforms, "asked": None, "chosen": "other", "problem": None}
+    whole = doctor.lines(report)
+    assert any(line.endswith(reason) for line in whole), "one line of a pipe has it all"
+    for columns in (40, 80, 120):
+        broken = doctor.lines(report, columns)
+        assert max(map(len, broken)) <= columns
+        assert " ".join(broken).split() == " ".join(whole).split(), "nothing is lost, no word broken"
+        first = next(i for i, line in enumerate(broken) if line.startswith("  - chip"))
+        assert broken[first + 1].startswith(" " * len("  - chip   ")), "below its own beginning"
 
 
 @pytest.mark.parametrize("module", ["cpu", "null", "reference"])

@@ -6,8 +6,10 @@ import faulthandler
 import json
 import os
 import platform as machine
+import shutil
 import subprocess
 import sys
+import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
@@ -15,14 +17,16 @@ from typing import Any
 
 from ..config import PlatformSettings
 from ..env import cache_dir
+from ..errors import cut
 from ..settings import Resolved, suggest
 from .banner import count, size
 from .version import isthmus_version
 
 LIBRARIES = ("numpy", "msgspec", "pyzmq", "starlette", "uvicorn", "tokenizers", "jinja2", "huggingface-hub",
              "torch", "jax", "mlx")
-MAX_REASON = 150  # characters of one platform's reason
+MAX_REASON = 4000  # characters of one platform's reason; all of it is in --json
 MAX_PLATFORMS = 12
+COLUMNS = 40, 120  # lines are as long as the terminal is wide, within these
 MAX_SECONDS = 300  # of all probes
 TRIAL = """
 import faulthandler, json, sys
@@ -46,7 +50,7 @@ def run(arguments: argparse.Namespace, resolved: Resolved) -> int:
     if arguments.json:
         print(json.dumps(report, ensure_ascii=False))
     else:
-        print("\n".join(lines(report)))
+        print("\n".join(lines(report, _columns())))
     return 0 if report["chosen"] else 1
 
 
@@ -167,26 +171,44 @@ def _add_offers(found: Mapping[str, dict[str, Any]]) -> None:
             found[name]["offers"] = msgspec.to_builtins(claim)
 
 
-def lines(report: dict[str, Any]) -> list[str]:
-    """The report for people, twenty lines at most."""
+def _columns() -> int | None:
+    """Where lines end on a terminal, or where COLUMNS says so; None in a pipe, where people search lines."""
+    if not sys.stdout.isatty() and "COLUMNS" not in os.environ:
+        return None
+    return max(COLUMNS[0], min(shutil.get_terminal_size().columns, COLUMNS[1]))
+
+
+def lines(report: dict[str, Any], columns: int | None = None) -> list[str]:
+    """The report for people. columns: a text that is longer goes on below, under its own beginning; None = it does not.
+
+    Words are kept whole, so that what is to be typed can be copied.
+    """
     memory = report["memory"]
     space = f"{size(memory['free'])} of {size(memory['total'])} free" if isinstance(memory, dict) else memory
-    out = [f"isthmus {report['isthmus']}, Python {report['python']}, {report['system']}",
-           f"{count(report['cpus'] or 0, 'processor')}, memory {space}",
-           "platforms (* would be taken, + can run too, - cannot run here):"]
+    out = [("", f"isthmus {report['isthmus']}, Python {report['python']}, {report['system']}"),
+           ("", f"{count(report['cpus'] or 0, 'processor')}, memory {space}"),
+           ("", "platforms (* would be taken, + can run too, - cannot run here):")]
     out += _platform_lines(report)
     libraries = report["libraries"]
-    out.append("libraries: " + ", ".join(f"{n} {v}" for n, v in libraries.items() if v))
+    out.append(("libraries: ", ", ".join(f"{n} {v}" for n, v in libraries.items() if v)))
     if missing := [n for n, v in libraries.items() if not v]:
-        out.append(f"not installed, and needed only by platforms that compute with them: {', '.join(missing)}")
-    out.append(f"downloads are kept in {report['cache']} (ISTHMUS_CACHE)")
+        out.append(("", f"not installed, and needed only by platforms that compute with them: {', '.join(missing)}"))
+    out.append(("", f"downloads are kept in {report['cache']} (ISTHMUS_CACHE)"))
     absent = [name for name, entry in report["platforms"].items() if "offers" in entry]
     if absent:
-        out.append(f"what one that cannot run here would offer: isthmus explain --platform {absent[0]}")
-    return [*out, _verdict(report)]
+        out.append(("", f"what one that cannot run here would offer: isthmus explain --platform {absent[0]}"))
+    return [line for label, text in [*out, ("", _verdict(report))] for line in _broken(label, text, columns)]
 
 
-def _platform_lines(report: dict[str, Any]) -> list[str]:
+def _broken(label: str, text: str, columns: int | None) -> list[str]:
+    if columns is None:
+        return [label + text]
+    return textwrap.wrap(text, columns, initial_indent=label, subsequent_indent=" " * max(2, len(label)),
+                         break_long_words=False, break_on_hyphens=False)
+
+
+def _platform_lines(report: dict[str, Any]) -> list[tuple[str, str]]:
+    """Mark and name, and what there is to say."""
     asked, entries = report["asked"], report["platforms"]
     names = sorted(entries, key=lambda n: (n != asked, not entries[n]["available"], n))
     width = max(map(len, names), default=0)
@@ -197,11 +219,12 @@ def _platform_lines(report: dict[str, Any]) -> list[str]:
             mark = "*" if name == report["chosen"] else "+"
             text = f"{entry['device']}; {', '.join(entry['dtypes'])}; {size(entry['memory_free'])} free{_limits(entry)}"
         else:
-            mark, text = "-", _offered(entry) + entry["reason"].removeprefix(f"platform {name!r}: ")[:MAX_REASON]
+            mark = "-"
+            text = _offered(entry) + cut(entry["reason"].removeprefix(f"platform {name!r}: "), MAX_REASON)
         problem = f"; {entry['manifest_problem']}" if "manifest_problem" in entry else ""
-        out.append(f"  {mark} {name:{width}}  {text}{problem}{' (asked for)' if name == asked else ''}")
+        out.append((f"  {mark} {name:{width}}  ", f"{text}{problem}{' (asked for)' if name == asked else ''}"))
     if len(names) > MAX_PLATFORMS:
-        out.append(f"    and {len(names) - MAX_PLATFORMS} more: isthmus doctor --json")
+        out.append(("    ", f"and {len(names) - MAX_PLATFORMS} more: isthmus doctor --json"))
     return out
 
 
