@@ -18,7 +18,7 @@ from isthmus.core.platform import LayerState, MoESpec, StateSpec, Unavailable, U
 from isthmus.platforms.cpu import moe, quant  # noqa: E402
 from isthmus.platforms.cpu.kept import HALVES, LayerCache, huge_zeros  # noqa: E402
 from isthmus.platforms.cpu.memory import HUGE  # noqa: E402
-from isthmus.platforms.cpu.platform import Platform  # noqa: E402
+from isthmus.platforms.cpu.platform import Platform, told_threads  # noqa: E402
 from isthmus.platforms.cpu.sampling import CANDIDATES, sample  # noqa: E402
 from isthmus.platforms.experts import by_expert  # noqa: E402
 
@@ -265,6 +265,22 @@ def test_a_fully_banned_row_gives_its_lowest_id_not_an_error():
         values = Sampling(np.ones(2, np.float32), np.full(2, 0.9, np.float32), top_k)
         with torch.inference_mode():
             assert sample(logits, np.full(2, -1, np.int32), values, np.zeros(2, np.int32)).tokens.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("threads, world, cores, told", [
+    (1, 1, 1, "1 thread"), (4, 1, 4, "4 threads"), (2, 2, 4, "2 threads"),
+    (8, 1, 2, "8 threads on 2 cores (warning: they take turns, which is slow)"),
+    (2, 1, 1, "2 threads on 1 core (warning: they take turns, which is slow)"),
+    (4, 2, 4, "4 threads in each of 2 ranks on 4 cores (warning: they take turns, which is slow)")])
+def test_more_threads_than_cores_are_warned_of_with_the_numbers(threads, world, cores, told):
+    assert told_threads(threads, world, cores) == told
+
+
+def test_the_banner_gets_the_warning(monkeypatch):
+    monkeypatch.setattr("isthmus.platforms.cpu.platform.physical_cores", lambda: 1)
+    platform = Platform({"threads": "2"})
+    assert "2 threads on 1 core (warning" in platform.probe().device
+    platform.close()
 
 
 def test_one_thread_has_the_only_openmp_team():

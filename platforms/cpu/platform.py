@@ -80,7 +80,7 @@ class Platform:
         capability = torch.backends.cpu.get_cpu_capability()
         dtypes = ("bf16", "f32") if native_bf16() or self._runner is not None else ("f32", "bf16")
         return Manifest(
-            name="cpu", device=f"{processor_name()}, {threads} thread{'s' if threads > 1 else ''}, "
+            name="cpu", device=f"{processor_name()}, {told_threads(threads, world, physical_cores())}, "
                                f"{'torch' if isinstance(kernels, str) else 'compiled'} kernels",
             interface=INTERFACE_VERSION,
             compute_dtypes=dtypes, kv_dtypes=tuple(dict.fromkeys((*dtypes, *KV_DTYPES))), formats=KEPT,
@@ -183,6 +183,15 @@ class Platform:
         if not asked.isdecimal() or not 1 <= int(asked) <= 1024:
             raise Unavailable(f"threads={asked!r}: a number from 1 to 1024 is needed")
         return int(asked)
+
+
+def told_threads(threads: int, world: int, cores: int) -> str:
+    """How many there are, for people: a warning where all ranks together have more than there are cores."""
+    number = f"{threads} thread{'s' if threads > 1 else ''}"
+    if threads * world <= cores:
+        return number
+    return (f"{number}{f' in each of {world} ranks' if world > 1 else ''} on {cores} core{'s' if cores > 1 else ''} "
+            "(warning: they take turns, which is slow)")
 
 
 def processor_name() -> str:
