@@ -286,7 +286,8 @@ def test_learned_is_lru_while_lru_would_have_hit_more(monkeypatch):
     wrong = hits("learned")
     assert wrong[2].plain, "it never noticed"
     assert wrong[1] > 0.93 * lru[1], (wrong[1], lru[1])
-    monkeypatch.setattr("isthmus.core.cache.eviction.learned.BEHIND", 9.0)
+    for limit in ("BEHIND", "LOST", "CREDIT"):
+        monkeypatch.setattr(f"isthmus.core.cache.eviction.learned.{limit}", 9.0)
     assert hits("learned")[1] < 0.9 * lru[1], "the index was not upside down"
 
 
@@ -361,7 +362,7 @@ def test_ghosts_are_bounded_and_the_oldest_go_first():
     ghosts, root = Ghosts(4), Node(b"", b"", None, 0)
     for i in range(10):
         edge = np.array([i], np.int32).tobytes()
-        ghosts.bury(Node(edge, edge, root, i), 0)
+        ghosts.bury(Node(edge, edge, root, i, edge), 0)
     assert ghosts.pages == [4, 0] and len(ghosts._order) == 4
     found = [i for i in range(10) if ghosts.recall(root, np.array([i, 0], np.int32).tobytes(), 4)]
     assert found == [6, 7, 8, 9] and ghosts.pages == [0, 0]
@@ -370,7 +371,7 @@ def test_ghosts_are_bounded_and_the_oldest_go_first():
 def test_pages_trimmed_off_one_node_are_one_ghost():
     ghosts, root = Ghosts(100), Node(b"", b"", None, 0)
     text = np.arange(5, dtype=np.int32).tobytes()
-    node = Node(text, text, root, 0)
+    node = Node(text, text, root, 0, text[:4])
     for keep in (3, 2, 0):
         ghosts.bury(node, keep)
         if keep:

@@ -115,9 +115,10 @@ class RadixTree:
 
     def _attach(self, node: Node, edge: bytes, pages: np.ndarray, domain: bytes) -> Node:
         """A new leaf below `node`, counted neither as evictable nor as protected yet."""
-        child = Node(edge, pages.tobytes(), node, self._clock)
+        key = edge[:self.page_bytes]
+        child = Node(edge, pages.tobytes(), node, self._clock, key)
         child.turn = node.turn
-        node.children[edge[:self.page_bytes]] = node.last = child
+        node.children[key] = node.last = child
         if node.parent is None:  # a domain is kept only while it has pages, so that many salts cost nothing
             self._roots[domain] = node
         if self.listener is not None:
@@ -245,7 +246,8 @@ class RadixTree:
             where = f"node of {node.size} pages at depth {len(path) // self.page_bytes}"
             assert node.size == len(node.pages) // ID_BYTES > 0, f"{where}: it has {len(node.pages)} bytes of them"
             assert len(node.edge) == node.size * self.page_bytes, f"{where}: edge of {len(node.edge)} bytes"
-            assert node.parent.children.get(node.edge[:self.page_bytes]) is node, f"{where}: not under its key"
+            assert node.key == node.edge[:self.page_bytes], f"{where}: its key is another page's"
+            assert node.parent.children.get(node.key) is node, f"{where}: not under its key"
             assert node.last is None or node.last.parent is node, f"{where}: its last child is not its child"
             below = sum(1 for child in node.children.values() if child.locks)
             assert node.locks >= below, f"{where}: {node.locks} locks, {below} protected children"
@@ -270,18 +272,18 @@ class RadixTree:
     def _split(self, node: Node, at: int) -> Node:
         """Cut `node` after `at` bytes of its edge: a new parent takes the front and the protection, not the count."""
         cut = at // self.page_bytes * ID_BYTES
-        front = Node(node.edge[:at], node.pages[:cut], node.parent, node.stamp)
+        front = Node(node.edge[:at], node.pages[:cut], node.parent, node.stamp, node.key)
         front.locks = 1 if node.locks else 0
         front.hits, front.mark, front.turn = node.hits, node.mark, node.parent.turn
-        node.parent.children[front.edge[:self.page_bytes]] = front
+        node.parent.children[front.key] = front
         node.edge, node.pages, node.parent = node.edge[at:], node.pages[cut:], front
-        node.size -= front.size
-        front.children[node.edge[:self.page_bytes]] = front.last = node
+        node.size, node.key = node.size - front.size, node.edge[:self.page_bytes]
+        front.children[node.key] = front.last = node
         return front
 
     def _remove(self, node: Node) -> None:
         parent = node.parent
-        del parent.children[node.edge[:self.page_bytes]]
+        del parent.children[node.key]
         node.parent = None
         if parent.last is node:
             parent.last = None

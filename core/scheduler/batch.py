@@ -30,7 +30,7 @@ def build_batch(plan: Plan, table: RequestTable, page_size: int,
     decode, chunks, lengths = plan.decode, plan.chunks, plan.lengths
     last = lengths - 1
     tokens = np.where(table.known[decode] > last, table.last[decode], np.int32(-1))
-    seqs, positions, starts = decode, last, plan.rows.numbers
+    seqs, positions, starts = plan.rows.seqs, last, plan.rows.numbers
     rows = starts[:-1]
     slots = table.pages[decode, last // page_size] * np.int32(page_size) + last % np.int32(page_size)
     if chunks:
@@ -43,7 +43,7 @@ def build_batch(plan: Plan, table: RequestTable, page_size: int,
         rows = _i32([rows, np.repeat(np.arange(len(decode), len(seqs)), counts)])
         lengths = _i32([lengths, np.array([c.stop for c in chunks], np.int32)])
         slots = _i32([slots] + [_chunk_slots(table.pages[c.slot], c.start, c.stop, page_size) for c in chunks])
-    pages = _page_table(table, seqs, lengths, len(decode), page_size)
+    pages = _page_table(table, seqs if chunks else decode, lengths, len(decode), page_size)
     logit_rows, targets, sampled = _logit_rows(plan, starts, table)
     sampling = _sampling(plan, table, sampled, tokens[logit_rows], masks)
     batch = Batch(tokens, positions, slots, rows, seqs, starts, lengths, pages, logit_rows, targets, sampling)
@@ -111,8 +111,7 @@ def _sampling(plan: Plan, table: RequestTable, rows: Rows, tokens: np.ndarray,
 
 
 def _penalties(rows: Rows, tokens: np.ndarray) -> Penalties:
-    penalised = rows.penalised
-    histories = [request.history for request in rows.owners[penalised].tolist()]
+    penalised, histories = rows.penalised, rows.histories
     pending = np.zeros(len(tokens), np.int32)
     pending[penalised] = tokens[penalised] == -1
     return Penalties(penalised.repeat([h.size for h in histories]), np.concatenate([h.ids for h in histories]),

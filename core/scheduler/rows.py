@@ -6,34 +6,46 @@ from functools import cached_property
 import numpy as np
 
 from ..plan import Bias
-from .table import MASKED, PENALISED, SCORED, RequestTable, draw
+from .request import History
+from .table import FRACTIONS, MASKED, PENALISED, SCORED, SEEDS, WHOLE, RequestTable, draw
 
 AHEAD = 16  # draws of a row that are made at once, after the first
-# Columns that are set when a request comes to its row, and not again.
-CONSTANT = frozenset(("prompt_len", "end", "handle", "temperature", "top_k", "top_p", "min_p", "min_tokens", "seed",
-                      "logprobs", "repetition", "presence", "frequency"))
+_GROUPS = {name: group for group in (WHOLE, FRACTIONS, SEEDS) for name in group}
+_NO_DRAWS = np.zeros((0, 0), np.float32)
 
 
 class Rows:
-    """n rows of the table, and as attributes the columns of `CONSTANT`, each read when it is first asked for.
+    """n rows of the table, and as attributes the columns of `WHOLE`, `FRACTIONS` and `SEEDS`, each group of them read
+    when one is first asked for.
 
-    slots: int32 [n]. owners: the requests in them, object [n]. generations: of the slots. flags: what the requests ask
-    for. asked: all flags in one. All of them are as they were when this was made; nobody changes these arrays.
+    slots: intp [n], what indexing makes of any other each time. owners: the requests in them, object [n]. generations:
+    of the slots. flags: what the requests ask for. asked: all flags in one. All of them are as they were when this was
+    made; nobody changes these arrays.
     """
 
     def __init__(self, table: RequestTable, slots: np.ndarray):
-        self._table, self.slots = table, slots
+        self._table, self.slots = table, (slots := np.asarray(slots, np.intp))
         self.owners, self.generations, self.flags = table.owner[slots], table.generation[slots], table.flags[slots]
         self.asked = int(np.bitwise_or.reduce(self.flags))
-        self._draws, self._steps = np.zeros((0, 0), np.float32), np.zeros((1, 1), np.int32)  # and for which positions
+        self._draws, self._steps = _NO_DRAWS, _NO_DRAWS     # and for which positions
         self.bias: tuple[bytes, Bias | None] | None = None  # the last one made, and for which rows stop ids are banned
 
     def __getattr__(self, name: str) -> np.ndarray:
-        if name not in CONSTANT:
+        if name not in _GROUPS:
             raise AttributeError(f"{name} is no column that stays as it is")
-        column = getattr(self._table, name)[self.slots]
-        setattr(self, name, column)
-        return column
+        group = _GROUPS[name]
+        self.__dict__.update(zip(group, self._table.constant(group, self.slots), strict=True))
+        return self.__dict__[name]
+
+    @cached_property
+    def seqs(self) -> np.ndarray:
+        """The slots as a batch has them, int32 [n]."""
+        return self.slots.astype(np.int32)
+
+    @cached_property
+    def histories(self) -> list[History]:
+        """Of the rows that have penalties."""
+        return [request.history for request in self.owners[self.penalised].tolist()]
 
     @cached_property
     def numbers(self) -> np.ndarray:
@@ -75,8 +87,10 @@ class Rows:
 
         Rows that decode together go on together, one position a step, so that the next ones are made beforehand.
         """
+        if self._draws is _NO_DRAWS:
+            self._steps, self._draws = steps[None], draw(self.seed, steps)[None]
         ahead = int(steps[0]) - int(self._steps[0, 0])
         if not (0 <= ahead < len(self._draws) and self._steps[ahead].tobytes() == steps.tobytes()):
-            self._steps = steps + np.arange(AHEAD if len(self._draws) else 1, dtype=np.int32)[:, None]
+            self._steps = steps + np.arange(AHEAD, dtype=np.int32)[:, None]
             self._draws, ahead = draw(self.seed, self._steps), 0
         return self._draws[ahead]

@@ -57,7 +57,7 @@ class Scheduler:
         self.queue = Waiting(limits, self._policy)
         self._running: dict[int, Request] = {}          # by slot, in order of admission
         self._prefills = Prefills(limits, cache, self.table)
-        self._decoding = np.zeros(0, np.int32)
+        self._decoding = np.zeros(0, np.intp)           # slots
         self._rows = Rows(self.table, self._decoding)   # of the last plan
         self._by_id: dict[str, Request] = {}
         self._ended: list[TokenOutput] = []
@@ -157,7 +157,7 @@ class Scheduler:
                 ready.append(chunk.slot)
                 self._prefills.remove(chunk.request)
         if ready:
-            self._decoding = np.concatenate([self._decoding, np.array(ready, np.int32)])
+            self._decoding = np.concatenate([self._decoding, np.array(ready, np.intp)])
 
     def fill_masks(self) -> None:
         """Fill the masks of the step that was launched last, before anything else is planned."""

@@ -35,12 +35,12 @@ class Ghosts:
     def bury(self, node: Node, keep: int) -> None:
         """The pages of the leaf after the first `keep` are evicted."""
         size, behind = node.size, node.ghosts
-        page_bytes = len(node.edge) // size
-        key = node.edge[keep * page_bytes:(keep + 1) * page_bytes]
         if keep:
-            home = node.ghosts = {}
+            page_bytes = len(node.edge) // size
+            key, home = node.edge[keep * page_bytes:(keep + 1) * page_bytes], {}
+            node.ghosts = home
         else:
-            home, node.ghosts = self._home(node.parent), None
+            key, home, node.ghosts = node.key, self._home(node.parent), None
         ghost = Ghost(key, home, size - keep, node)
         pages = self.pages
         pages[ghost.again] += ghost.pages

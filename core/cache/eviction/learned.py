@@ -21,6 +21,8 @@ WITHIN = (10.0, 60.0, 600.0)  # seconds, between the kinds of requests whose nex
 NONE, ENDS, SINGLE, SOON = 0, 1, 2, 3
 HINTS = SOON + len(WITHIN) + 1
 BEHIND, LEVEL = 0.02, 0.01    # shares of the pages asked for: further behind LRU it is LRU, until it is level
+LOST, AGAIN = 0.001, 0.0005   # the same of all that were ever asked for, beside `CREDIT`
+CREDIT = 0.04                 # of the cache's pages: what learning may cost
 _EDGES = EDGES[1:BINS].tolist()
 
 
@@ -40,7 +42,7 @@ class Learned:
     recently used leaf, and among these the one whose index at its age is least.
 
     Until a class has data it is like all others, and before there is any the order is LRU's. So it is while LRU, which
-    is followed beside, would have had more hits of late.
+    is followed beside, would have had more hits of late, or more in all than learning may cost.
     """
 
     watches = True
@@ -51,6 +53,8 @@ class Learned:
         self.ghosts = Ghosts(REMEMBERED * capacity)
         self.plain = False                  # LRU for now
         self._asked = self._behind = 0.0    # pages: asked for of late, and how many more of them LRU would have had
+        self._asked_ever = self._behind_ever = 0.0  # the same since the beginning
+        self._most = CREDIT * capacity              # of the latter, before it is LRU
         self._index: list[list[float]] = self.model.index.tolist()
         self._heaps: dict[int, list[tuple[int, int, Node]]] = {}
         self._entries, self._limit = 0, 1024
@@ -77,8 +81,14 @@ class Learned:
             again = node.hits + 1
             events += (node.mark, again, node.size, number)
             node.hits, node.mark, node = again, number, parent
-        self._behind += self.shadow.use(number, events, first) - depth
-        self._asked += depth + len(rest) // self._page_bytes if rest and self._page_bytes else depth
+        behind = self.shadow.use(number, events, first) - depth
+        asked = depth + len(rest) // self._page_bytes if rest and self._page_bytes else depth
+        self._behind += behind
+        self._asked += asked
+        self._behind_ever += behind
+        self._asked_ever += asked
+        if self._behind_ever > self._most:
+            self.plain = True
         self._kind[number % RING] = min(max(turn - 1, 0), TURNS - 1) * HINTS + hint_kind(hint)
         return Use(number, seam, hits)
 
@@ -153,6 +163,8 @@ class Learned:
         self.model.learn(kinds, self._events)
         self._learned, self._events = self._used, []
         self._index = self.model.index.tolist()
-        self.plain = self._behind > (LEVEL if self.plain else BEHIND) * self._asked
+        late, lost = (LEVEL, AGAIN) if self.plain else (BEHIND, LOST)
+        self._most = lost * self._asked_ever + CREDIT * self.capacity
+        self.plain = self._behind > late * self._asked or self._behind_ever > self._most
         self._behind *= DECAY
         self._asked *= DECAY

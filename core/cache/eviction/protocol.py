@@ -151,7 +151,7 @@ def _family(policy: EvictionPolicy) -> list[Node]:
         edge = i.to_bytes(4, "little")
         policy.tick(float(i))
         use = policy.use(parent, min(i, 1), edge, None, 0)
-        node = Node(edge, edge, parent, i + 1)
+        node = Node(edge, edge, parent, i + 1, edge)
         parent.children[edge] = node
         policy.grow(node, min(i, 1) + 1, use)
         policy.add(node)
