@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,14 +19,16 @@ from .schema import check
 from .tags import tags_to_lark
 from .vocabulary import Vocabulary
 
-# Fuel of the lexer's and the parser's work: about 20 ms for a grammar and 15 ms for a token at most, see the library's
+# Fuel of the lexer's and the parser's work: about 20 ms for a grammar and 7 ms for a token at most, see the library's
 # documentation; memory of about 2 kB a state.
-LIMITS = {"max_items_in_row": 2000, "initial_lexer_fuel": 1_000_000, "step_lexer_fuel": 200_000,
-          "step_max_items": 50_000, "max_lexer_states": 50_000, "max_grammar_size": 200_000, "verbose_errors": False}
+LIMITS = {"max_items_in_row": 2000, "initial_lexer_fuel": 1_000_000, "step_lexer_fuel": 100_000,
+          "step_max_items": 25_000, "max_lexer_states": 50_000, "max_grammar_size": 200_000, "verbose_errors": False}
 # Between the parts of JSON: nothing, a space, or a new line with an indent. Without a bound a model that is not sure
 # what to say may write spaces for ever.
 SPACES = r"( |\n[ ]{0,32}|\n\t{0,8})?"
 JSON = {"whitespace_pattern": SPACES, "lenient": False, "coerce_one_of": False}
+# Characters and rules. Compiling takes longer with the square of them, a few tenths of a second with so many.
+MAX_REGEX, MAX_GRAMMAR, MAX_RULES = 8192, 16_384, 400
 MAX_THREADS = 8
 
 
@@ -36,7 +39,9 @@ class _Words:
     bos_token_id = None
 
     def __init__(self, vocabulary: Vocabulary):
-        self.tokens, self.special_token_ids = vocabulary.tokens, sorted(vocabulary.special)
+        # The library's masks are as long as this list.
+        self.tokens = vocabulary.tokens + [b""] * (vocabulary.size - len(vocabulary.tokens))
+        self.special_token_ids = sorted(vocabulary.special)
         self.eos_token_id = vocabulary.eos[0]
         self._vocabulary = vocabulary
 
@@ -134,6 +139,7 @@ class Guidance(GrammarBackend):
         if kind == "structural_tag":
             return llguidance.LLMatcher.grammar_from_lark(tags_to_lark(source, self.vocabulary.names, SPACES))
         if kind == "regex":
+            _check_length(source, MAX_REGEX)
             return llguidance.LLMatcher.grammar_from_regex(source)
         if kind == "choice":
             return llguidance.LLMatcher.grammar_from_lark(
@@ -144,10 +150,21 @@ class Guidance(GrammarBackend):
 
     @staticmethod
     def _context_free(source: str) -> str:
-        try:
-            return llguidance.grammar_from("grammar", source)
+        _check_length(source, MAX_GRAMMAR)
+        rules = source.count("::=")
+        if not rules:
+            return llguidance.LLMatcher.grammar_from_lark(source)
+        if rules > MAX_RULES:
+            raise GrammarError(f"the grammar has {rules} rules, at most {MAX_RULES} are allowed")
+        try:  # what converts takes long over empty lines
+            return llguidance.grammar_from("gbnf", re.sub(r"\n\s*\n", "\n", source))
         except (ValueError, RecursionError, IndexError, KeyError) as error:
             raise GrammarError(cut(str(error) or type(error).__name__, 500)) from None
+
+
+def _check_length(source: str, most: int) -> None:
+    if len(source) > most:
+        raise GrammarError(f"{len(source)} characters are too long, at most {most} are allowed")
 
 
 def reason(state: Any) -> str:

@@ -16,7 +16,7 @@ from .vocabulary import Vocabulary
 THREADS = 2
 KEPT = 256              # grammars
 KEPT_BYTES = 2**24      # of their sources
-MAX_SOURCE = 2**18      # bytes of one
+MAX_SOURCE = 2**18      # bytes of one source
 PACKAGES = {"llguidance": ".guidance"}
 
 

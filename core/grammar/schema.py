@@ -16,7 +16,10 @@ from ..errors import shown
 from .contract import GrammarError
 
 MAX_DEPTH = 64
-MAX_VALUES = 50_000
+MAX_VALUES = 20_000
+# Of one schema; compiling takes longer with the square of each, a few tenths of a second with so many.
+MOST = {"properties": 1000, "patternProperties": 48, "allOf": 256, "anyOf": 1024, "oneOf": 512, "enum": 10_000}
+MAX_PATTERN = 4096  # characters
 REFUSED = ("not", "if", "then", "else", "contains", "minContains", "maxContains", "uniqueItems", "propertyNames",
            "dependentRequired", "dependentSchemas", "dependencies", "unevaluatedProperties", "unevaluatedItems",
            "$dynamicRef", "$dynamicAnchor", "$recursiveRef", "$recursiveAnchor", "contentEncoding",
@@ -82,10 +85,13 @@ def _make_exact(schema: dict[str, Any], place: str) -> None:
             raise GrammarError(f"{place}: the keyword {name} cannot be enforced; leave it out")
     if place != "$" and "$id" in schema:
         raise GrammarError(f"{place}: the keyword $id is supported at the top of a schema only")
+    for name, most in MOST.items():
+        if isinstance(schema.get(name), dict | list) and len(schema[name]) > most:
+            raise GrammarError(f"{place}: {name} has {len(schema[name])} entries, at most {most} are allowed")
     if isinstance(schema.get("pattern"), str):
-        schema["pattern"] = _as_ecma(schema["pattern"])
+        schema["pattern"] = _as_ecma(schema["pattern"], place)
     if isinstance(schema.get("patternProperties"), dict):
-        schema["patternProperties"] = {_as_ecma(key): each for key, each in schema["patternProperties"].items()}
+        schema["patternProperties"] = {_as_ecma(key, place): each for key, each in schema["patternProperties"].items()}
     kind = schema.get("format")
     if isinstance(kind, str) and kind in EXACT:
         del schema["format"]
@@ -94,8 +100,10 @@ def _make_exact(schema: dict[str, Any], place: str) -> None:
             schema["allOf"] = [*(parts or ()), {"pattern": EXACT[kind]}]
 
 
-def _as_ecma(pattern: str) -> str:
+def _as_ecma(pattern: str, place: str) -> str:
     """\\s and \\S as ECMA-262 has them."""
+    if len(pattern) > MAX_PATTERN:
+        raise GrammarError(f"{place}: a pattern has {len(pattern)} characters, at most {MAX_PATTERN} are allowed")
     def one(match: re.Match[str]) -> str:
         return {"s": f"[{_SPACE}]", "S": f"[^{_SPACE}]"}.get(match[1], match[0])
     return _ESCAPE.sub(one, pattern)
