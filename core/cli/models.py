@@ -20,10 +20,10 @@ def run(arguments: argparse.Namespace, resolved: Any) -> int:
                            "path": str(e.path) if e.path else None, "default": e.name == DEFAULT} for e in entries],
                          ensure_ascii=False))
         return 0
-    width = max(len(e.name) for e in entries)
-    for entry in entries:
+    places = ["here" if e.path else f"not here, {shown_size(e.download)} to download" for e in entries]
+    width, wide = max(len(e.name) for e in entries), max(map(len, places))
+    for entry, place in zip(entries, places, strict=True):
         about = (entry.about + " (the default)") if entry.name == DEFAULT else entry.about
-        place = "here" if entry.path else f"not here, {shown_size(entry.download)} to download"
-        print(f"{entry.name:{width}}  {shown_size(entry.size):>8}  {place:28}  {about or entry.path}".rstrip())
+        print(f"{entry.name:{width}}  {shown_size(entry.size):>8}  {place:{wide}}  {about or entry.path}".rstrip())
     print("\nAny GGUF file, model folder or hub id (owner/name) can be named too; `isthmus pull NAME` downloads one.")
     return 0
