@@ -20,11 +20,6 @@ DRAWN, TOP_K, TOP_P, MIN_P, PENALISED, BIASED, MIN_TOKENS, SCORED, MASKED = (1 <
 
 SOME_PAGES = 64  # of a row, to begin with
 
-# Columns that are set when a request comes to its row and not again: int32, float32 and uint64.
-WHOLE = ("prompt_len", "end", "handle", "top_k", "min_tokens", "logprobs")
-FRACTIONS = ("temperature", "top_p", "min_p", "repetition", "presence", "frequency")
-SEEDS = ("seed",)
-
 _MIX1, _MIX2, _GOLDEN = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB), np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -68,8 +63,8 @@ class RequestTable:
         zeros = lambda dtype: np.zeros(seqs, dtype)  # noqa: E731
         # What `take` sets are columns of three arrays, so that a row is written at once.
         self._ints, self._floats = np.zeros((13, seqs), np.int32), np.zeros((6, seqs), np.float32)
-        (self.prompt_len, self.end, self.handle, self.top_k, self.min_tokens, self.logprobs, self.length, self.known,
-         self.charged, self.last, self.computed, self.page_count, self.tree_pages) = self._ints
+        (self.length, self.known, self.charged, self.last, self.prompt_len, self.end, self.handle, self.top_k,
+         self.min_tokens, self.logprobs, self.computed, self.page_count, self.tree_pages) = self._ints
         (self.temperature, self.top_p, self.min_p, self.repetition, self.presence, self.frequency) = self._floats
         self._max_pages = max_pages
         self.pages = np.zeros((seqs, min(max_pages, SOME_PAGES)), np.int32)
@@ -91,9 +86,9 @@ class RequestTable:
         slot, p, ids = self._free.pop(), request.params, request.ids
         count, drawn, free = len(ids), p.temperature >= GREEDY, request.matcher is None
         self.tokens[slot, :count] = ids
-        self._ints[:, slot] = (request.prompt_len, request.prompt_len + request.limit, request.handle, p.top_k,
-                               p.min_tokens * free, -1 if p.logprobs is None else p.logprobs, count, count, count,
-                               ids[-1], 0, 0, 0)
+        self._ints[:, slot] = (count, count, count, ids[-1], request.prompt_len, request.prompt_len + request.limit,
+                               request.handle, p.top_k, p.min_tokens * free,
+                               -1 if p.logprobs is None else p.logprobs, 0, 0, 0)
         self._floats[:, slot] = (p.temperature if drawn else 0, p.top_p, p.min_p, p.repetition_penalty,
                                  p.presence_penalty, p.frequency_penalty)
         self.seed[slot], self.owner[slot] = mixed((p.seed or 0) % 2**64), request
@@ -104,11 +99,6 @@ class RequestTable:
         self._stops[request.ban_ids] += 1
         self._stopping[request.ban_ids] = True
         return slot
-
-    def constant(self, group: tuple[str, ...], slots: np.ndarray) -> np.ndarray:
-        """The columns of `WHOLE`, `FRACTIONS` or `SEEDS` for these rows: [columns, n]."""
-        columns = {WHOLE: self._ints[:len(WHOLE)], FRACTIONS: self._floats, SEEDS: self.seed[None]}
-        return columns[group].take(slots, 1)
 
     def reserve(self, pages: int) -> None:
         """Make room for rows of so many pages. They are no longer than they need to be, so that many rows read together
