@@ -118,9 +118,7 @@ def allowed_after(params: SamplingParams, outputs: list[int]) -> np.ndarray | No
     toy = grammar_after(params, outputs)
     if toy is None:
         return None
-    allowed, run = toy.allowed(), toy.forced()
-    if run:
-        allowed = np.arange(VOCAB) == run[0]
+    allowed = toy.allowed()
     if len(outputs) < params.min_tokens or params.ignore_eos:
         closed = allowed.copy()
         closed[list(stop_ids(params))] = False

@@ -151,6 +151,7 @@ def test_rollback_clone_and_forced_tokens(backend):
         assert matcher.accept(token)
     copy = matcher.clone()
     run = matcher.forced()
+    assert allowed(backend, matcher) == run[:1]
     assert b"".join(backend.vocabulary.tokens[t] for t in run).startswith(b"llo")
     for token in run:
         assert token in allowed(backend, copy) and copy.accept(token)

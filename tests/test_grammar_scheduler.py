@@ -180,7 +180,6 @@ MUTANTS = [
            "self._grammars.backend.fill([request.matcher for request in requests], part)",
            "part[:] = ALL"),
     Mutant("masks of other rows", Masks, "fill", "[requests[i] for i in live]", "[requests[-1 - i] for i in live]"),
-    Mutant("a forced token may be spelled otherwise", Masks, "_fill", "row[:] = 0", "pass"),
     Mutant("an end is not held back", Masks, "_keep_open", "outputs < request.params.min_tokens", "False"),
     Mutant("forced tokens are not told to the matcher", Request, "go_ahead", "self.matcher.accept(token)", "True"),
     Mutant("forced tokens miss the penalties", Request, "go_ahead", "self.history.add(token)", "pass"),

@@ -42,10 +42,10 @@ IGNORED = {"user": "u", "store": True, "metadata": {"a": "b"}, "service_tier": "
            "separate_reasoning": True, "include_reasoning": True, "request_id": "r", "unheard_of": [1, {"a": None}],
            "tools": [], "functions": [], "guided_json": None, "lora_path": "", "suffix": ""}
 REFUSED = {"tools": [{"type": "function", "function": {"name": "f"}}], "functions": [{"name": "f"}],
-           "tool_choice": "required", "bad_words": ["x"], "allowed_token_ids": [1], "logits_processors": ["x"], "custom_logit_processor": "x",
-           "lora_path": "x", "prompt_logprobs": -1, "truncate_prompt_tokens": 5, "modalities": ["text", "audio"],
-           "suffix": "x", "stop_regex": "a", "use_beam_search": True, "chat_template": "x", "prompt_embeds": "gASV",
-           "documents": [{"text": "x"}]}
+           "tool_choice": "required", "bad_words": ["x"], "allowed_token_ids": [1], "logits_processors": ["x"],
+           "custom_logit_processor": "x", "lora_path": "x", "prompt_logprobs": -1, "truncate_prompt_tokens": 5,
+           "modalities": ["text", "audio"], "suffix": "x", "stop_regex": "a", "use_beam_search": True,
+           "chat_template": "x", "prompt_embeds": "gASV", "documents": [{"text": "x"}]}
 
 
 @pytest.fixture

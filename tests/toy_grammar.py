@@ -31,7 +31,7 @@ class Toy(Matcher, Grammar):
         if self.is_complete():
             allowed[self.eos] = True
         elif (run := self.forced()):
-            allowed[[run[0], (run[0] + 1) % self.vocab]] = True  # another spelling, which nobody is to take
+            allowed[run[0]] = True
         else:
             allowed[(place + self.number) % 3::3] = True
             allowed[self.eos] = place > 1 and (place + self.number) % 4 == 0
@@ -51,8 +51,7 @@ class Toy(Matcher, Grammar):
         return [token if token != self.eos else token + 1 for token in run]
 
     def accept(self, token: int) -> bool:
-        run = self.forced()
-        fits = bool(self.allowed()[token]) and not self.is_complete() and (not run or token == run[0])
+        fits = bool(self.allowed()[token]) and not self.is_complete()
         self.tokens.append(token)
         return fits
 

@@ -38,7 +38,8 @@ class Matcher(ABC):
     @abstractmethod
     def fill(self, row: np.ndarray) -> None:
         """Write the mask of the next token into `row`. A token that ends the output is allowed exactly where the
-        grammar may end. Where the grammar has failed, for one of its limits, nothing is allowed."""
+        grammar may end; of a text that is forced only the first token of `forced`, if that is not empty. Where the
+        grammar has failed, for one of its limits, nothing is allowed."""
 
     @abstractmethod
     def accept(self, token: int) -> bool:

@@ -29,7 +29,7 @@ SPACES = r"( |\n[ ]{0,32}|\n\t{0,8})?"
 JSON = {"whitespace_pattern": SPACES, "lenient": False, "coerce_one_of": False}
 # Characters and rules. Compiling takes longer with the square of them, a few tenths of a second with so many.
 MAX_REGEX, MAX_GRAMMAR, MAX_RULES = 8192, 16_384, 400
-MAX_THREADS = 8
+MAX_THREADS, ROWS = 8, 8  # that fill masks together; rows that are worth it
 
 
 class _Words:
@@ -92,7 +92,7 @@ class GuidedGrammar(Grammar):
 
 
 class Guidance(GrammarBackend):
-    """Takes all kinds. Rows of a batch are filled on several threads."""
+    """Takes all kinds. Many rows are filled on several threads where there are the processors for it."""
 
     kinds = tuple(KINDS)
 
@@ -103,7 +103,8 @@ class Guidance(GrammarBackend):
         self._tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Words(vocabulary)), vocabulary.size,
                                                  list(vocabulary.eos))
         self._limits = llguidance.LLParserLimits(**LIMITS)
-        self._threads = llguidance.LLExecutor(max(1, min(MAX_THREADS, (os.cpu_count() or 1))))
+        threads = min(MAX_THREADS, (os.cpu_count() or 1) - 1)
+        self._threads = llguidance.LLExecutor(threads) if threads > 1 else None  # else they cost more than they give
 
     def compile(self, kind: str, source: str) -> GuidedGrammar:
         state = llguidance.LLMatcher(self._tokenizer, self._grammar(kind, source), log_level=0, limits=self._limits)
@@ -117,20 +118,20 @@ class Guidance(GrammarBackend):
         return GuidedGrammar(first)
 
     def fill(self, matchers: Sequence[Guided], bits: np.ndarray) -> None:
-        if len(matchers) == 1:
-            return matchers[0].fill(bits[0])
-        states = [matcher.state for matcher in matchers]
-        self._threads.unsafe_compute_mask_ptr(list(zip(states, range(len(states)), strict=True)), bits.ctypes.data,
-                                              bits.strides[0], len(bits))
+        states, start, size = [matcher.state for matcher in matchers], bits.ctypes.data, bits.strides[0]
+        if self._threads is None or len(states) < ROWS:
+            for i, state in enumerate(states):
+                state.unsafe_compute_mask_ptr(start + i * size, size)
+        else:
+            self._threads.unsafe_compute_mask_ptr(list(zip(states, range(len(states)), strict=True)), start, size,
+                                                  len(states))
         failed = [i for i, state in enumerate(states) if state.is_error()]
-        if failed:
+        if failed:  # they would allow the end
             bits[failed] = 0
 
     def accept(self, matchers: Sequence[Guided], tokens: Sequence[int]) -> np.ndarray:
-        states = [matcher.state for matcher in matchers]
-        taken = self._threads.consume_token_par(list(zip(states, tokens, strict=True)))
-        return np.array([(COMPLETE if state.is_stopped() else GOES_ON) if ok else REFUSED
-                         for ok, state in zip(taken, states, strict=True)], np.int8)
+        return np.array([(COMPLETE if state.is_stopped() else GOES_ON) if state.consume_token(token) else REFUSED
+                         for state, token in zip([m.state for m in matchers], tokens, strict=True)], np.int8)
 
     def _grammar(self, kind: str, source: str) -> str:
         if kind in ("json_object", "json_schema"):

@@ -22,7 +22,6 @@ from .rows import Rows
 from .table import RequestTable
 
 ALL = np.uint32(0xFFFFFFFF)
-FEW = 16  # words of a row with tokens in them, up to which the next ones may be forced
 REFUSED_TOKEN = ("the grammar allows none of the tokens that could be sampled here: logit_bias bans what it needs, or "
                  "it is too complex")
 Ask = Callable[[Callable[[], bytes]], bytes]
@@ -114,15 +113,12 @@ class Masks:
         self._grammars.backend.fill([request.matcher for request in requests], part)
         words = np.count_nonzero(part, axis=1)
         found: list[int] = []
-        for i in (words <= FEW).nonzero()[0].tolist():
-            request, row = requests[i], part[i]
-            if not words[i]:  # a limit of the grammar's; what is sampled is refused
-                request.stuck, row[:] = True, ALL
-                continue
-            forced = request.matcher.forced()
-            if forced:
-                row[:] = 0
-                row[forced[0] // 32] = np.uint32(1) << np.uint32(forced[0] % 32)
+        for i in (words <= 1).nonzero()[0].tolist():
+            request, word = requests[i], int(part[i].max())
+            if not word:  # a limit of the grammar's; what is sampled is refused
+                request.stuck, part[i] = True, ALL
+            elif not word & (word - 1):
+                forced = request.matcher.forced()
                 if len(forced) >= LEAST:
                     found += [live[i], len(forced), *forced]
         for i, request in enumerate(requests):
