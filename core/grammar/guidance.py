@@ -29,7 +29,8 @@ SPACES = r"( |\n[ ]{0,32}|\n\t{0,8})?"
 JSON = {"whitespace_pattern": SPACES, "lenient": False, "coerce_one_of": False}
 # Characters and rules. Compiling takes longer with the square of them, a few tenths of a second with so many.
 MAX_REGEX, MAX_GRAMMAR, MAX_RULES = 8192, 16_384, 400
-MAX_THREADS, ROWS = 8, 8  # that fill masks together; rows that are worth it
+SPELLED, MAX_SPELLED = 4096, 512  # texts whose tokens are kept, and how long they are
+MAX_THREADS, ROWS = 8, 64  # that fill masks together; rows that are worth it
 
 
 class _Words:
@@ -44,11 +45,18 @@ class _Words:
         self.special_token_ids = sorted(vocabulary.special)
         self.eos_token_id = vocabulary.eos[0]
         self._vocabulary = vocabulary
+        self._spelled: dict[str | bytes, list[int]] = {}
 
     def __call__(self, text: str | bytes) -> list[int]:
-        if isinstance(text, bytes):
-            text = text.decode()
-        return self._vocabulary.encode(text)
+        """Called for every text that a grammar forces, which many rows have in common."""
+        ids = self._spelled.get(text)
+        if ids is None:
+            ids = self._vocabulary.encode(text.decode() if isinstance(text, bytes) else text)
+            if len(self._spelled) >= SPELLED:
+                self._spelled.clear()
+            if len(text) <= MAX_SPELLED:
+                self._spelled[text] = ids
+        return ids
 
 
 class Guided(Matcher):
@@ -103,8 +111,8 @@ class Guidance(GrammarBackend):
         self._tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Words(vocabulary)), vocabulary.size,
                                                  list(vocabulary.eos))
         self._limits = llguidance.LLParserLimits(**LIMITS)
-        threads = min(MAX_THREADS, (os.cpu_count() or 1) - 1)
-        self._threads = llguidance.LLExecutor(threads) if threads > 1 else None  # else they cost more than they give
+        threads = min(MAX_THREADS, os.cpu_count() or 1)
+        self._threads = llguidance.LLExecutor(threads) if threads > 1 else None
 
     def compile(self, kind: str, source: str) -> GuidedGrammar:
         state = llguidance.LLMatcher(self._tokenizer, self._grammar(kind, source), log_level=0, limits=self._limits)
