@@ -41,7 +41,7 @@ class Rows:
         self._table, self.slots = table, (slots := np.asarray(slots, np.intp))
         self.owners, self.generations, self.flags = table.owner[slots], table.generation[slots], table.flags[slots]
         self.asked = int(np.bitwise_or.reduce(self.flags))
-        self._draws, self._steps = _NO_DRAWS, _NO_DRAWS     # and for which positions
+        self._draws, self._steps = _NO_DRAWS, _NO_DRAWS     # made beforehand, and for which positions
         self.bias: tuple[bytes, Bias | None] | None = None  # the last one made, and for which rows stop ids are banned
 
     def __getattr__(self, name: str) -> np.ndarray:
