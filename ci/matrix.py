@@ -77,13 +77,13 @@ def matrix() -> dict[str, Any]:
             if job.name in jobs:
                 raise ValueError(f"two jobs have the name {job.name}: {jobs[job.name]['platform']}'s and {platform}'s")
             tests = graph.whole_suite(frameworks - {claim.library}) if job.whole else tests_of(platform, claim, job)
-            seconds = job.conformance + sum(map(graph.cost, tests))
+            seconds = job.conformance / job.every + sum(map(graph.cost, tests))
             without = f" without {', '.join(job.without)}" if job.without else ""
             jobs[job.name] = {
                 "title": f"{platform}{without}, on {job.device}", "platform": platform,
                 "folder": str(folders()[platform][0]), "device": job.device,
                 "runner": job.runner, "hosted": job.hosted, "install": job.install, "without": job.without,
-                "environment": job.environment, "whole": job.whole, "library": claim.library,
+                "environment": job.environment, "whole": job.whole, "library": claim.library, "every": job.every,
                 "stand_in": job.stand_in, "shown": job.shown or ("runs here" if job.hosted else "verified on"),
                 "tests": ["tests"] if job.whole else [str(p) for p in tests],
                 "minutes": -(-int(SLACK * seconds + INSTALL) // 600) * 10,
@@ -155,7 +155,7 @@ JOB = """\
       - uses: actions/setup-python@v5
         with:
           python-version: "{python}"
-      - run: python ci/job.py {id} --report reports/{id}.json
+      - run: python ci/job.py {id} --sample --report reports/{id}.json
       - uses: actions/upload-artifact@v4
         if: always()
         with:

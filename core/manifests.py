@@ -28,7 +28,8 @@ class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     device:  what it computes on there, for people.  runner: labels of the machine; hosted: an ordinary one of the CI
     service, so that the job always runs.  install: words after `pip install`, in a fresh environment.
     without: modules that must not be importable there.  environment: variables.  whole: all tests that can be run in
-    that environment, not only those of the platform.  conformance: seconds that the suite takes on two cores.
+    that environment, not only those of the platform.  conformance: seconds that the suite takes on two cores; every: a
+    change is held to each so many-th case of it, where a stand-in is slow.
     stand_in: the platform that the suite is run on instead, an emulation where the device is not.  shown: what a passed
     case shows with that, as the tables say it; "" = that it runs.
     """
@@ -42,6 +43,7 @@ class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     environment: dict[str, str] = {}
     whole: bool = False
     conformance: int = 180
+    every: int = 1
     stand_in: str = ""
     shown: str = ""
 
