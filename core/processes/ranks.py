@@ -79,12 +79,12 @@ class Work:
         return self._spent - before < COMPUTES * age
 
     def spent(self) -> float:
-        """Seconds of this process and those below it, which the other ranks are."""
+        """Seconds of this process and those below it, which the other ranks are; of those that ended too."""
         engine, total = psutil.Process(), 0.0
         for process in (engine, *engine.children(recursive=True)):
             with suppress(psutil.Error):  # it has ended
                 times = process.cpu_times()
-                total += times.user + times.system
+                total += times.user + times.system + times.children_user + times.children_system
         return total
 
 
