@@ -45,7 +45,7 @@ def _eviction_policies() -> tuple[str, ...]:
 
 
 def _grammar_backends() -> tuple[str, ...]:
-    from .grammar.library import PACKAGES
+    from .grammar import PACKAGES
     return tuple(PACKAGES)
 
 

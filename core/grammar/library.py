@@ -10,6 +10,7 @@ from typing import Any
 
 from ..errors import IsthmusError
 from ..messages import GrammarSpec
+from . import PACKAGES
 from .contract import BACKENDS, KINDS, Grammar, GrammarBackend, GrammarError
 from .vocabulary import Vocabulary
 
@@ -17,7 +18,6 @@ THREADS = 2
 KEPT = 256              # grammars
 KEPT_BYTES = 2**24      # of their sources
 MAX_SOURCE = 2**18      # bytes of one source
-PACKAGES = {"llguidance": ".guidance"}
 
 
 class Library:
