@@ -323,3 +323,16 @@ def test_an_engine_that_only_waits_for_a_grammar_does_not_spin(slow, monkeypatch
     assert waited and waited[0] > 0.001
     library.open()
     assert run(engine)["r"][1] == "stop"
+
+
+@pytest.mark.slow
+def test_two_ranks_follow_the_grammar_that_one_does(model):
+    """Their batches travel as bytes, masks included."""
+    pytest.importorskip("torch")
+    texts = []
+    for ranks in (1, 2):
+        with Engine(model=model, platform="cpu", kv_cache_memory="8MiB", dtype="float32", tensor_parallel_size=ranks,
+                    platform_option=("threads=1",)) as engine:
+            answers = engine.generate(["hello", "a"], max_tokens=60, temperature=0.0, response_format=FORMAT)
+            texts.append([(answer.text, answer.finish) for answer in answers])
+    assert texts[0] == texts[1]

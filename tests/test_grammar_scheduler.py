@@ -180,7 +180,7 @@ MUTANTS = [
            "self._grammars.backend.fill([request.matcher for request in requests], part)",
            "part[:] = ALL"),
     Mutant("masks of other rows", Masks, "fill", "[requests[i] for i in live]", "[requests[-1 - i] for i in live]"),
-    Mutant("an end is not held back", Masks, "_keep_open", "outputs < request.params.min_tokens", "False"),
+    Mutant("an end is not held back", Masks, "_keep_open", "not held or", "True or"),
     Mutant("forced tokens are not told to the matcher", Request, "go_ahead", "self.matcher.accept(token)", "True"),
     Mutant("forced tokens miss the penalties", Request, "go_ahead", "self.history.add(token)", "pass"),
     Mutant("forced tokens are computed one late", Prefills, "force", "table.computed[slot] = known",

@@ -130,10 +130,13 @@ class Masks:
 
     def _keep_open(self, request: Request, row: np.ndarray) -> None:
         """No end before min_tokens, and none with ignore_eos, unless the grammar allows nothing else."""
-        outputs = request.known_now(self._table) - request.prompt_len
-        ids = request.ban_ids if outputs < request.params.min_tokens or request.params.ignore_eos else ()
-        before = row.copy()
-        for token in ids:
-            row[token // 32] &= ~(np.uint32(1) << np.uint32(token % 32))
-        if not row.any():
-            row[:] = before
+        held = [token for token in request.ban_ids.tolist() if row.item(token >> 5) >> (token & 31) & 1]
+        params = request.params
+        if not held or not params.ignore_eos and (
+                request.known_now(self._table) - request.prompt_len >= params.min_tokens):
+            return
+        open_ = row.copy()
+        for token in held:
+            open_[token >> 5] &= ~np.uint32(1 << (token & 31))
+        if open_.any():
+            row[:] = open_
