@@ -11,6 +11,8 @@ from pathlib import Path
 import jsonschema
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from isthmus.core.errors import IsthmusError
 from isthmus.core.grammar import library as library_module
 from isthmus.core.grammar.contract import BACKENDS, COMPLETE, GOES_ON, KINDS, REFUSED, GrammarBackend, GrammarError
@@ -24,7 +26,7 @@ from isthmus.core.weights import open_checkpoint
 
 from .vocabularies import byte_level, sentencepiece, tokenizer_of
 
-COST = 10  # seconds
+COST = 20  # seconds
 
 DATA = Path(__file__).resolve().parent.parent.parent / "shared" / "data"
 AWKWARD = ['say "hi"', "back\\slash", "tab\tnew\nline", "\U0001F98A fox", "na\u00efve caf\u00e9", "\u65e5\u672c", "a/b",
@@ -242,6 +244,43 @@ def test_hostile_grammars_are_bounded(backend, kind, source):
         if not choices or matcher.is_complete():
             break
         if not matcher.accept(rng.choice(choices)):
+            break
+
+
+PIECES = st.sampled_from([*"ab(){}[]|*+?.^$\\-,:=\"'/ \n", "::=", "root", "start:", "a{1,9}", "\\d", "%json", "<[1]>",
+                          "(?i)", "\ud800"])
+KEYWORDS = ("type", "properties", "items", "enum", "pattern", "minLength", "maximum", "required", "anyOf", "$ref",
+            "format", "additionalProperties", "prefixItems", "const", "multipleOf", "patternProperties", "allOf",
+            "oneOf", "$defs")
+WORDS = st.sampled_from(["object", "string", "array", "integer", "date", "a+", "#", "#/$defs/a", "a", "", "\ud800"])
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-9, 99) | st.floats() | WORDS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from([*KEYWORDS, "a"]), inner, max_size=4),
+    max_leaves=12)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(kind=st.sampled_from(["regex", "grammar"]), pieces=st.lists(PIECES, max_size=30))
+def test_any_text_is_a_grammar_or_refused(backend, kind, pieces):
+    follow(backend, kind, "".join(pieces))
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(schema=st.dictionaries(st.sampled_from(KEYWORDS), VALUES, max_size=4))
+def test_any_object_is_a_schema_or_refused(backend, schema):
+    follow(backend, "json_schema", json.dumps(schema))
+
+
+def follow(backend, kind, source):
+    """Some tokens of a grammar, if it is one."""
+    try:
+        matcher = backend.compile(kind, source).start()
+    except GrammarError as error:
+        assert len(str(error)) < 1000
+        return
+    for place in range(12):
+        choices = allowed(backend, matcher)
+        if not choices or matcher.is_complete() or not matcher.accept(choices[7 * place % len(choices)]):
             break
 
 

@@ -29,7 +29,7 @@ FORMS = {
     "vllm_json_text": ({"structured_outputs": {"json": TEXT}}, "json_schema", TEXT),
     "vllm_json_object": ({"structured_outputs": {"json_object": True}}, "json_object", ""),
     "vllm_regex": ({"structured_outputs": {"regex": "a+", "json": None}}, "regex", "a+"),
-    "vllm_choice": ({"structured_outputs": {"choice": ["a", "\u00e9"]}}, "choice", '["a", "\u00e9"]'),
+    "vllm_choice": ({"structured_outputs": {"choice": ["a", "\u00e9"]}}, "choice", '["a", "\\u00e9"]'),
     "vllm_grammar": ({"structured_outputs": {"grammar": 'root ::= "a"'}}, "grammar", 'root ::= "a"'),
     "vllm_tag": ({"structured_outputs": {"structural_tag": TAGS}}, "structural_tag", json.dumps(TAGS)),
     "guided_json": ({"guided_json": SCHEMA}, "json_schema", TEXT),

@@ -37,7 +37,9 @@ FIELDS = {
     "top_logprobs": st.integers(0, 20) | anything, "echo": st.booleans() | anything, "best_of": anything,
     "stream_options": st.fixed_dictionaries({"include_usage": st.booleans()}) | anything, "min_tokens": anything,
     "return_token_ids": st.booleans() | anything, "chat_template_kwargs": anything, "tools": anything,
-    "response_format": anything, "cache_salt": texts | anything, "priority": anything, "ignore_eos": st.booleans(),
+    "response_format": anything, "structured_outputs": anything, "guided_json": anything | texts,
+    "guided_regex": texts | anything, "guided_choice": st.lists(texts, max_size=3) | anything,
+    "cache_salt": texts | anything, "priority": anything, "ignore_eos": st.booleans(),
     "session_id": texts | anything, "ttft_target": st.floats(allow_nan=False, allow_infinity=False) | anything,
     "cache_hint": anything | st.fixed_dictionaries({}, optional={
         "next_within": st.floats(-1, 100) | anything, "end_of_session": st.booleans() | anything,

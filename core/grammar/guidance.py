@@ -115,7 +115,12 @@ class Guidance(GrammarBackend):
         self._threads = llguidance.LLExecutor(threads) if threads > 1 else None
 
     def compile(self, kind: str, source: str) -> GuidedGrammar:
-        state = llguidance.LLMatcher(self._tokenizer, self._grammar(kind, source), log_level=0, limits=self._limits)
+        try:
+            state = llguidance.LLMatcher(self._tokenizer, self._grammar(kind, source), log_level=0, limits=self._limits)
+        except (ValueError, TypeError, RecursionError) as error:  # what is no JSON or no Unicode
+            if isinstance(error, GrammarError):
+                raise
+            raise GrammarError(cut(str(error), 500)) from error
         if state.is_error():
             raise GrammarError(reason(state))
         first = Guided(state, self.vocabulary.spells)

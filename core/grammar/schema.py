@@ -44,7 +44,7 @@ _ESCAPE = re.compile(r"\\(.)", re.DOTALL)
 def check(source: str) -> Any:
     """The schema as JSON values, to be compiled. Raises `GrammarError` that names the keyword and its place."""
     try:
-        schema = json.loads(source)
+        schema = json.loads(source, parse_constant=_refuse)
     except (ValueError, RecursionError) as error:
         raise GrammarError(f"the schema is not valid JSON: {error}") from None
     if not isinstance(schema, dict | bool):
@@ -63,6 +63,10 @@ def check(source: str) -> Any:
         _make_exact(part, place)
         stack += [(below, where, depth + 1) for below, where in _below(part, place)]
     return schema
+
+
+def _refuse(name: str) -> None:
+    raise ValueError(f"{name} is no number")
 
 
 def _below(schema: dict[str, Any], place: str) -> Iterator[tuple[dict[str, Any], str]]:

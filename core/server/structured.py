@@ -70,14 +70,14 @@ def _schema(field: str, value: Any) -> str:
         value = _parse(field, value)
     if not isinstance(value, dict | bool):
         raise _fault(field, f"must be a JSON Schema, an object; got {shown(value)}")
-    return json.dumps(value, ensure_ascii=False)
+    return json.dumps(value)
 
 
 def _object(field: str, value: Any) -> str:
     value = _parse(field, value) if isinstance(value, str) else value
     if not isinstance(value, dict):
         raise _fault(field, f"must be an object; got {shown(value)}")
-    return json.dumps(value, ensure_ascii=False)
+    return json.dumps(value)
 
 
 def _parse(field: str, text: str) -> Any:
@@ -99,7 +99,7 @@ def _text(field: str, value: Any) -> str:
 def _choices(field: str, value: Any) -> str:
     if not isinstance(value, list) or not 0 < len(value) <= MAX_CHOICES or not all(isinstance(c, str) for c in value):
         raise _fault(field, f"must be a list of 1 to {MAX_CHOICES} texts; got {shown(value)}")
-    return json.dumps(value, ensure_ascii=False)
+    return json.dumps(value)
 
 
 def _fault(param: str, message: str) -> RequestError:
