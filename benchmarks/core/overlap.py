@@ -147,8 +147,9 @@ def busy(device: Device, rows: int) -> dict[str, float]:
             "host_ms_median": float(np.median(cpu)) * 1e3, "host_ms_p99": float(np.percentile(cpu, 99)) * 1e3}
 
 
-async def one(client: ProcessClient, number: int, tokens: int, got: list[int]) -> None:
-    """One streaming request with stop strings that never come."""
+async def one(client: ProcessClient, number: int, tokens: int, got: list[int], after: float) -> None:
+    """One streaming request with stop strings that never come, after so many seconds."""
+    await asyncio.sleep(after)
     grammar = GrammarSpec("json_schema", json.dumps(SCHEMA)) if os.environ["OVERLAP_GRAMMAR"] == "1" else None
     params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True, stop=("\x00never", "\x00none"),
                             grammar=grammar)
@@ -158,14 +159,15 @@ async def one(client: ProcessClient, number: int, tokens: int, got: list[int]) -
         got[1] += 1
 
 
-async def measure(config: Config, requests: int, waves: float, tokens: int) -> dict[str, Any]:
-    """All requests at once, more than can run: the device's numbers, and those of the clients."""
+async def measure(config: Config, requests: int, waves: float, tokens: int, apart: float) -> dict[str, Any]:
+    """More requests than can run, the first ones `apart` seconds apart: the device's numbers, and the clients'."""
     client = ProcessClient(config, engine="overlap:Engine")
     got = [0, 0]
     try:
         await client.start()
         began = time.monotonic()
-        await asyncio.gather(*(one(client, i, tokens, got) for i in range(int(requests * waves))))
+        last = requests * 9 // 10  # the others are there when the first ones end
+        await asyncio.gather(*(one(client, i, tokens, got, min(i, last) * apart) for i in range(int(requests * waves))))
         seconds = time.monotonic() - began
         stats = await client.command("stats")
     finally:
@@ -183,6 +185,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=200, help="of each request")
     parser.add_argument("--step-ms", type=float, default=5)
     parser.add_argument("--no-grammar", action="store_true")
+    parser.add_argument("--at-once", action="store_true", help="all begin together, and stay in the same places of "
+                        "their texts; else they begin one after the other, while one of them would run")
     parser.add_argument("--no-overlap", action="store_true", help="for comparison")
     parser.add_argument("--realtime", action="store_true", help="a processor for the scheduler whenever it needs one")
     parser.add_argument("--vocabulary", type=Path, default=Path(__file__).resolve().parents[3] / VOCABULARY)
@@ -198,7 +202,8 @@ def main() -> None:
         config = Config(
             model=ModelSettings(model), cache=CacheSettings(kv_cache_memory="256MiB"),
             scheduler=SchedulerSettings(max_running_requests=args.requests, overlap=not args.no_overlap, restart=0))
-        result = asyncio.run(measure(config, args.requests, args.waves, args.tokens))
+        apart = 0.0 if args.at_once else args.tokens * args.step_ms / 1e3 / args.requests
+        result = asyncio.run(measure(config, args.requests, args.waves, args.tokens, apart))
     result = vars(args) | {"json": None, "vocabulary": args.vocabulary.name} | result
     print(json.dumps(result, indent=1))
     if args.json:
