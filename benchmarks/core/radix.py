@@ -153,7 +153,7 @@ class Bench:
         for tokens in NEW:
             self._prefixes(tokens)
         self._deep()
-        for tokens, calls in ((64, 8), (1024, 4)):
+        for tokens, calls in ((64, 32), (1024, 4)):
             self.measure("evict", tokens, calls, lambda cache, n=tokens: [lambda: cache.evict(n) >= n])
         return self.rows
 

@@ -17,7 +17,7 @@ from .ops import Ops
 from .quant import load_weight
 
 FEATURES = frozenset({"sliding_window", "softcap", "logprobs", "penalties", "logit_bias", "grammar_mask", "moe",
-                      "expert_groups", "partial_rope", "overlap", "export_pages"})
+                      "late_mask", "expert_groups", "partial_rope", "overlap", "export_pages"})
 
 
 class Platform:

@@ -27,6 +27,7 @@ def adjust(logits: np.ndarray, sampling: Sampling, inputs: np.ndarray) -> np.nda
     """[L, V] after mask, bias and penalties; a new array. inputs [L]: the token that each row follows."""
     logits = logits.copy()
     if sampling.mask is not None:
+        sampling.mask.ready()
         bits = np.unpackbits(sampling.mask.bits.astype("<u4").view(np.uint8), axis=1, bitorder="little")
         rows, allowed = sampling.mask.rows, bits[:, :logits.shape[1]] == 1
         logits[rows] = np.where(allowed, logits[rows], -np.inf)
