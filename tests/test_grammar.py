@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import jsonschema
+import llguidance
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -163,7 +164,11 @@ def test_rollback_clone_and_forced_tokens(backend):
         matcher.rollback(5)
 
 
-def test_a_batch_is_as_its_rows(backend):
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_batch_is_as_its_rows(backend, threads, monkeypatch):
+    if threads > 1:
+        monkeypatch.setattr("isthmus.core.grammar.guidance.ROWS", 2)
+        monkeypatch.setattr(backend, "_threads", llguidance.LLExecutor(threads))
     sources = [("regex", "[ab]{3}"), ("json_object", ""), ("choice", '["x", "yy"]'), ("regex", "[ab]{3}")]
     matchers = [backend.compile(*each).start() for each in sources]
     alone = [m.clone() for m in matchers]

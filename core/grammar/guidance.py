@@ -22,7 +22,7 @@ from .vocabulary import Vocabulary
 # Fuel of the lexer's and the parser's work: about 20 ms for a grammar and 7 ms for a token at most, see the library's
 # documentation; memory of about 2 kB a state.
 LIMITS = {"max_items_in_row": 2000, "initial_lexer_fuel": 1_000_000, "step_lexer_fuel": 100_000,
-          "step_max_items": 25_000, "max_lexer_states": 50_000, "max_grammar_size": 200_000, "verbose_errors": False}
+          "step_max_items": 25_000, "max_lexer_states": 16_384, "max_grammar_size": 200_000, "verbose_errors": False}
 # Between the parts of JSON: nothing, a space, or a new line with an indent. Without a bound a model that is not sure
 # what to say may write spaces for ever.
 SPACES = r"( |\n[ ]{0,32}|\n\t{0,8})?"
@@ -30,7 +30,7 @@ JSON = {"whitespace_pattern": SPACES, "lenient": False, "coerce_one_of": False}
 # Characters and rules. Compiling takes longer with the square of them, a few tenths of a second with so many.
 MAX_REGEX, MAX_GRAMMAR, MAX_RULES = 8192, 16_384, 400
 SPELLED, MAX_SPELLED = 4096, 512  # texts whose tokens are kept, and how long they are
-MAX_THREADS, ROWS = 8, 64  # that fill masks together; rows that are worth it
+MAX_THREADS, ROWS = 8, 128  # that fill masks together, at the cost of more processor time; rows that are worth it
 
 
 class _Words:
@@ -111,7 +111,7 @@ class Guidance(GrammarBackend):
         self._tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Words(vocabulary)), vocabulary.size,
                                                  list(vocabulary.eos))
         self._limits = llguidance.LLParserLimits(**LIMITS)
-        threads = min(MAX_THREADS, os.cpu_count() or 1)
+        threads = min(MAX_THREADS, (os.cpu_count() or 1) // 4)
         self._threads = llguidance.LLExecutor(threads) if threads > 1 else None
 
     def compile(self, kind: str, source: str) -> GuidedGrammar:

@@ -15,7 +15,7 @@ from .contract import BACKENDS, KINDS, Grammar, GrammarBackend, GrammarError
 from .vocabulary import Vocabulary
 
 THREADS = 2
-KEPT = 256              # grammars
+KEPT = 128              # grammars
 KEPT_BYTES = 2**24      # of their sources
 MAX_SOURCE = 2**18      # bytes of one source
 
