@@ -106,7 +106,8 @@ def check_real(backend, schemas, seed: int) -> Counter:
         text = sentence(grammar, rng, 1500)
         if text is not None:
             counts["sentences"] += 1
-            jsonschema.validate(json.loads(text), schema, format_checker=CHECKER)
+            # Some of these schemas are themselves not quite valid: a name is required twice.
+            jsonschema.Draft202012Validator(schema, format_checker=CHECKER).validate(json.loads(text))
     return counts
 
 
