@@ -154,6 +154,31 @@ def test_a_grammar_that_gets_stuck_ends_its_request(monkeypatch):
     assert ended["r0"].finish in ("stop", "length")
 
 
+@pytest.mark.parametrize("method", ["fill", "accept"])
+def test_a_library_that_fails_ends_its_own_requests_and_nobody_elses(monkeypatch, method, caplog):
+    class PanicException(BaseException):
+        """As Rust's."""
+    calls, inner = [], getattr(GrammarBackend, method)
+
+    def fails(self, *args):
+        calls.append(args)
+        if len(calls) == 3:
+            raise PanicException("unforeseen")
+        return inner(self, *args)
+    monkeypatch.setattr(GrammarBackend, method, fails)
+    run = Run(pages=60)
+    outputs: list[TokenOutput] = []
+    run._absorb = outputs.append
+    run.submit([1, 2], grammar=4, max_tokens=9)
+    run.submit([1, 3], max_tokens=9, ignore_eos=True)
+    run.drain()
+    ended = {output.id: output for output in outputs if output.finish}
+    assert ended["r0"].finish == "error" and ended["r1"].finish == "length" and "library of grammars" in caplog.text
+    run.submit([1, 2], grammar=4, max_tokens=9)
+    run.drain()
+    assert outputs[-1].finish in ("stop", "length")
+
+
 def test_masks_alternate_between_two_arrays_and_are_made_when_first_needed():
     run = Run(pages=60)
     assert not run.scheduler.masks._arrays
@@ -178,7 +203,7 @@ MUTANTS = [
     Mutant("a matcher misses a token", Masks, "_accept", "if not request.ahead]", "if not request.ahead][1:]"),
     Mutant("masks are not filled", Masks, "_fill",
            "self._grammars.backend.fill([request.matcher for request in requests], part)",
-           "part[:] = ALL"),
+           "part.fill(ALL)"),
     Mutant("masks of other rows", Masks, "fill", "[requests[i] for i in live]", "[requests[-1 - i] for i in live]"),
     Mutant("an end is not held back", Masks, "_keep_open", "not held or", "True or"),
     Mutant("forced tokens are not told to the matcher", Request, "go_ahead", "self.matcher.accept(token)", "True"),

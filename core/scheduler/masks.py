@@ -7,6 +7,7 @@ What grammars say goes through `ask`, so that a recording has it and a rerun nee
 """
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,10 +22,24 @@ from .request import Request
 from .rows import Rows
 from .table import RequestTable
 
+log = logging.getLogger(__name__)
+
 ALL = np.uint32(0xFFFFFFFF)
 REFUSED_TOKEN = ("the grammar allows none of the tokens that could be sampled here: logit_bias bans what it needs, or "
                  "it is too complex")
 Ask = Callable[[Callable[[], bytes]], bytes]
+
+
+def _held(call: Callable[[], Any], otherwise: Any) -> Any:
+    """What `call` gives, or `otherwise` when the grammars' library fails: those requests end, and nobody else's."""
+    try:
+        return call()
+    except BaseException as error:
+        # What its Rust code did not foresee is no `Exception`, and its class has no public name.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        log.exception("the library of grammars failed")
+        return otherwise
 
 
 class Masks:
@@ -98,8 +113,8 @@ class Masks:
         said = np.full(len(requests), GOES_ON, np.int8)
         fresh = [i for i, request in enumerate(requests) if not request.ahead]
         if fresh:
-            said[fresh] = self._grammars.backend.accept([requests[i].matcher for i in fresh],
-                                                        [tokens[i] for i in fresh])
+            matchers, these = [requests[i].matcher for i in fresh], [tokens[i] for i in fresh]
+            said[fresh] = _held(lambda: self._grammars.backend.accept(matchers, these), np.int8(REFUSED))
         for i, request in enumerate(requests):
             if request.stuck:
                 said[i] = REFUSED
@@ -110,7 +125,8 @@ class Masks:
     def _fill(self, requests: list[Request], bits: np.ndarray, live: list[int]) -> list[int]:
         """Masks of these requests into rows `live`; forced tokens as `fill` reads them."""
         part = bits if len(live) == len(bits) else np.empty((len(live), bits.shape[1]), np.uint32)
-        self._grammars.backend.fill([request.matcher for request in requests], part)
+        if _held(lambda: self._grammars.backend.fill([request.matcher for request in requests], part), True):
+            part[:] = 0
         words = np.count_nonzero(part, axis=1)
         found: list[int] = []
         for i in (words <= 1).nonzero()[0].tolist():
