@@ -135,7 +135,12 @@ class EngineCore:
             matcher = self._compiling.start(submit)
             if matcher is None:
                 return
-        self._enter(submit, matcher)
+        self.enter(submit, matcher)
+
+    def enter(self, submit: Submit, matcher: Matcher | None = None) -> None:
+        """Queue a request whose grammar, if it has one, is there. Raises as `submit` does."""
+        self.recorder.submitted(submit)
+        self.scheduler.submit(submit, self.recorder.now(), matcher)
 
     def abort(self, ids: Iterable[str], reason: FinishReason = "abort") -> None:
         """End requests in any state; the next `step` reports them. Unknown ids are ignored."""
@@ -152,6 +157,8 @@ class EngineCore:
 
     @property
     def _computes(self) -> bool:
+        # Unlike `has_work` it is the same in a rerun: requests whose grammar is being compiled, and the ends of those
+        # that never came to the queue, are in no recording.
         return bool(self._flight or self.scheduler.running or self.scheduler.waiting)
 
     def step(self) -> StepOutputs:
@@ -160,7 +167,9 @@ class EngineCore:
         if len(self._compiling):
             self._take_compiled()
         self.recorder.stepped()
-        outputs = self.relieve() or self._advance()
+        outputs = self.relieve()
+        if outputs is None:
+            outputs = self._advance()
         self._publish()
         self.times.enter(None)
         self._tell_violations()
@@ -168,20 +177,21 @@ class EngineCore:
             self.scheduler.verify()
         return outputs
 
-    def relieve(self) -> StepOutputs:
+    def relieve(self) -> StepOutputs | None:
         """Give memory of K and V back when the device gets short of it, at most a quarter at once; looks each second.
 
         Running requests wait and are computed anew in the pages that are left; the outputs are of the step in flight.
+        None when nothing was given back.
         """
         floor = self._manifest.memory_floor
         if not floor or (now := self.recorder.now()) < self._next_look:
-            return StepOutputs()
+            return None
         self._next_look = now + LOOK
         had, least = self.cache.pool.capacity, self.scheduler.limits.max_pages
         left = max(least, had * 3 // 4)
         total, free = self.recorder.memory(self._free_memory)
         if free >= floor * total or left >= had:
-            return StepOutputs()
+            return None
         outputs = self._land()
         self.scheduler.retract_all()
         self.cache.shrink(left + 1)
@@ -240,17 +250,13 @@ class EngineCore:
         if self._publisher is not None:
             self._publisher.publish()
 
-    def _enter(self, submit: Submit, matcher: Matcher | None) -> None:
-        self.recorder.submitted(submit)
-        self.scheduler.submit(submit, self.recorder.now(), matcher)
-
     def _take_compiled(self) -> None:
         """Queue the requests whose grammars are there; with nothing else to do, wait a little for the first."""
         for submit, found in self._compiling.ready(0.0 if self._computes or self.scheduler.has_ended else COMPILING):
             try:
                 if isinstance(found, RequestError):
                     raise found
-                self._enter(submit, found)
+                self.enter(submit, found)
             except RequestError as error:
                 self.scheduler.report(refused(submit.id, error))
 
@@ -345,7 +351,7 @@ class EngineCore:
         self.steps = 0
 
     def _ping(self) -> dict[str, Any]:
-        if not self.has_work:  # else `step` looks
+        if not self._computes:  # else `step` looks
             self.relieve()
             self._audit()
         return {"steps": self.steps, "busy": self.has_work}

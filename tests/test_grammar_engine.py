@@ -1,9 +1,13 @@
 """Grammars through the whole engine: compiled beside the loop, late masks, failures, recordings, platforms."""
 from __future__ import annotations
 
+import itertools
 import json
 import threading
+import time
 from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import replace
 
 import jsonschema
 import numpy as np
@@ -36,9 +40,9 @@ def core(model):
     """core(platform, ...): an EngineCore, closed in the end."""
     made = []
 
-    def make(device=None, **settings) -> EngineCore:
+    def make(device=None, clock=time.monotonic, **settings) -> EngineCore:
         settings = {"model": model, "platform": "null", "kv_cache_memory": "8MiB"} | settings
-        made.append(EngineCore(config_of(**settings), platform=device))
+        made.append(EngineCore(config_of(**settings), clock=clock, platform=device))
         made[-1].cache.pool.strict = True
         return made[-1]
     yield make
@@ -284,7 +288,8 @@ def test_a_recording_with_grammars_runs_again_without_them(core, tmp_path, monke
             submit(engine, f"r{i}", "json_schema", json.dumps(SCHEMA), max_tokens=60 + i, temperature=1.0, seed=i,
                    ignore_eos=i % 3 == 0, logprobs=0 if i % 4 == 0 else None)
             engine.submit(Submit(f"p{i}", pack_ids([9] * (i + 3)), SamplingParams(max_tokens=20, temperature=0.0)))
-        submit(engine, "bad", "regex", "[a")
+        with suppress(RequestError):  # or told by the next step
+            submit(engine, "bad", "regex", "[a")
         for _ in range(30):
             engine.step()
         engine.abort(["r1", "p2"])
@@ -298,6 +303,71 @@ def test_a_recording_with_grammars_runs_again_without_them(core, tmp_path, monke
         assert not outcome.broken, outcome.broken
         same = ("generated_tokens", "forced_tokens", "preemptions", "finish_reasons", "evicted_pages")
         assert {name: outcome.stats[name] for name in same} == {name: stats[name] for name in same}
+
+
+@pytest.mark.parametrize("floor", [0.0, 0.5])
+def test_what_happens_while_a_grammar_is_compiled_runs_again(core, tmp_path, monkeypatch, floor):
+    """A recording has no grammar that is being compiled: no call may read the clock by whether there is one."""
+    device, ticks = Null({}), itertools.count()
+    probe = device.probe
+    device.probe, device.memory = lambda *a: replace(probe(*a), memory_floor=floor), lambda: (2.0**34, 2.0**30)
+    engine = core(device, lambda: next(ticks) * 0.3, record=str(tmp_path / "recording"), max_queued_requests=3,
+                  max_running_requests=1)
+    library = Slow(engine.grammars)
+    monkeypatch.setattr(engine._compiling, "_library", library)
+    free = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+    ended: dict[str, int] = {}
+
+    def step() -> None:
+        for output in engine.step():
+            if output.finish:
+                ended[output.id] = output.status if output.finish == "error" else 0
+        for name in ("ping", "stats", "verify", "ping"):
+            engine.command(name)
+    for turn in range(8):
+        for i in range(3):
+            with suppress(RequestError):
+                submit(engine, f"g{turn}.{i}", "regex", f"[a-f]{{{turn + i + 2}}}")
+            engine.command("ping")
+        engine.abort([f"g{turn}.1"])
+        for name in ("ping", "stats"):  # the end of a request that never came to the queue is still to be told
+            engine.command(name)
+        step()
+        for i in range(turn % 5):
+            with suppress(RequestError):
+                engine.submit(Submit(f"p{turn}.{i}", pack_ids([5 + i] * 9), free))
+        step()
+        library.open()  # where the queue is full, these are refused now
+        for _ in range(4 if turn % 2 else 200):
+            step()
+    run(engine)
+    engine.command("ping")
+    assert 429 in ended.values() and 0 in ended.values()
+    assert bool(engine.stats()["pages_given_back"]) == bool(floor)
+    stats = engine.stats()
+    engine.close()
+    outcome = rerun(tmp_path / "recording")
+    assert not outcome.broken and not outcome.cut, outcome.broken
+    assert outcome.stats["finish_reasons"] == stats["finish_reasons"]
+
+
+def test_memory_given_back_while_a_grammar_is_given_up_runs_again(core, tmp_path, monkeypatch):
+    device, now, free = Null({}), [0.0], [2.0**34]
+    probe = device.probe
+    device.probe, device.memory = lambda *a: replace(probe(*a), memory_floor=0.5), lambda: (2.0**34, free[0])
+    engine = core(device, lambda: now[0], record=str(tmp_path / "recording"), chunked_prefill_size=16)
+    monkeypatch.setattr(engine._compiling, "_library", Slow(engine.grammars))
+    engine.submit(Submit("plain", pack_ids(range(5, 85)), SamplingParams(max_tokens=4, temperature=0.0)))
+    engine.step()
+    submit(engine, "goes", "regex", "[ab]{4}")
+    engine.abort(["goes"])
+    now[0], free[0] = 100.0, 2.0**30
+    outputs = list(engine.step())  # the step in flight has none
+    free[0] = 2.0**34
+    assert engine.stats()["pages_given_back"] and [output.id for output in outputs] == ["goes"]
+    run(engine)
+    engine.close()
+    assert not rerun(tmp_path / "recording").broken
 
 
 def test_compiling_is_off_the_engines_thread(core, monkeypatch):

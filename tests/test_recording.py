@@ -186,6 +186,15 @@ def test_the_first_difference_is_named(tmp_path, monkeypatch):
     assert not rerun(tmp_path / "a", until=40).broken
 
 
+def test_a_difference_within_a_command_names_it(tmp_path, monkeypatch):
+    record(tmp_path / "a")
+    ping = EngineCore._ping
+    monkeypatch.setattr(EngineCore, "_ping", lambda self: (ping(self), self.recorder.now())[0])
+    outcome = rerun(tmp_path / "a")
+    assert outcome.broken.startswith("in `command ping`: recorded is `")
+    assert outcome.broken.endswith("`, the engine now asks for the clock")
+
+
 def test_bisection_finds_the_step_that_breaks_the_ledger(tmp_path, monkeypatch):
     plain, at = Scheduler.settle, 70
 

@@ -6,7 +6,6 @@ recording was made on, and the results are the recorded ones.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,8 +16,8 @@ import msgspec
 from ..config import Config
 from ..discovery import load_platform
 from ..engine import EngineCore
-from ..grammar.contract import Grammar, Matcher
-from ..messages import GrammarSpec, Submit
+from ..grammar.contract import Matcher
+from ..messages import Submit
 from ..models.loader import LoadedModel
 from ..plan import Batch, Out, StepResult
 from ..startup import Loaded
@@ -86,13 +85,14 @@ class Script:
         self._entries = entries
         self.step = self.count = 0
         self.error: RecordingError | None = None  # what ends the recording before its end
+        self._call: Entry | None = None           # the one that is going on
         self._next: Entry | None = None
         self._advance()
 
     def call(self) -> Entry | None:
         """The call that comes next; None at the end."""
         if self._next is not None and not isinstance(self._next, CALLS):
-            raise Difference(self.step, f"the engine did not ask for: {self._next}")
+            raise self._difference(f"the engine did not ask for: {self._next}")
         return self._next
 
     def submitted(self, request: Submit) -> None:
@@ -108,29 +108,29 @@ class Script:
         self._same(Stepped())
 
     def now(self) -> float:
-        return self._take(Now).at
+        return self._take(Now, "the clock").at
 
     def memory(self, read: Callable[[], tuple[float, float]]) -> tuple[float, float]:
-        found = self._take(Memory)
+        found = self._take(Memory, "the device's memory")
         return found.total, found.free
 
     def grammars(self, make: Callable[[], Any]) -> Any:
         return Recorded()
 
     def answered(self, read: Callable[[], bytes]) -> bytes:
-        return self._take(Answered).said
+        return self._take(Answered, "what grammars say").said
 
     def launch(self, plan: Any, batch: Batch, cache: Any, run: Callable[[], tuple[Out, Any]]) -> tuple[Out, Any]:
         self.step = plan.step
         self._same(planned(plan, batch, cache))
         if isinstance(self._next, Failure) and self._next.where == "launch":
-            raise StepFailed(self._take(Failure).message)
+            raise StepFailed(self._take(Failure, "a failure").message)
         out, state = run()
         return _Fed(out, self), state
 
     def result(self) -> StepResult:
         """What was collected at this place. Raises `StepFailed` where that failed."""
-        entry = self._take(Result | Failure)
+        entry = self._take(Result | Failure, "a step's result")
         if isinstance(entry, Failure):
             raise StepFailed(entry.message)
         return unpack_result(entry)
@@ -144,12 +144,19 @@ class Script:
         """Where the rerun is."""
         return f"step {self.step} of a recording"
 
-    def _take(self, kind: Any) -> Any:
+    def _difference(self, what: str) -> Difference:
+        """Names the call in which it is, unless that is a step, whose number is told anyway."""
+        call = self._call
+        return Difference(self.step, what if call is None or isinstance(call, Stepped) else f"in `{call}`: {what}")
+
+    def _take(self, kind: Any, words: str) -> Any:
         entry = self._next
         if entry is None:
             raise _Cut
         if not isinstance(entry, kind):
-            raise Difference(self.step, f"recorded is {entry}; the engine now asks for {kind}")
+            raise self._difference(f"recorded is `{entry}`, the engine now asks for {words}")
+        if isinstance(entry, CALLS):
+            self._call = entry
         self._advance()
         self.count += 1
         return entry
@@ -163,24 +170,17 @@ class Script:
     def _same(self, entry: Entry) -> None:
         recorded = self._next
         if recorded is not None and recorded != entry:
-            raise Difference(self.step, differ(recorded, entry))
-        self._take(type(entry))
+            raise self._difference(differ(recorded, entry))
+        self._take(type(entry), f"`{entry}`")
 
 
-class Recorded(Matcher, Grammar):
+class Recorded(Matcher):
     """Grammars of a rerun, in place of a library: what they said is in the recording, so nobody asks them."""
 
     compiled, seconds = 0, 0.0
 
-    def ask(self, spec: GrammarSpec) -> Future[Grammar]:
-        future: Future[Grammar] = Future()
-        future.set_result(self)
-        return future
-
-    def start(self) -> Matcher:
+    def clone(self) -> Matcher:
         return self
-
-    clone = start
 
     def close(self) -> None:
         """Nothing is open."""
@@ -312,7 +312,7 @@ def _carry_out(engine: EngineCore, script: Script, until: int | None, looks: Cal
 
 def _ask(engine: EngineCore, call: Entry) -> None:
     if isinstance(call, Submitted):
-        engine.submit(call.request)
+        engine.enter(call.request, Recorded() if call.request.params.grammar is not None else None)
     elif isinstance(call, Aborted):
         engine.abort(call.ids, call.reason)
     elif isinstance(call, Commanded):
