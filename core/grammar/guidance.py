@@ -15,7 +15,7 @@ import numpy as np
 
 from ..errors import cut
 from .contract import BACKENDS, COMPLETE, GOES_ON, KINDS, REFUSED, Grammar, GrammarBackend, GrammarError, Matcher
-from .schema import check
+from .schema import check, spell_out
 from .tags import tags_to_lark
 from .vocabulary import Vocabulary
 
@@ -27,6 +27,10 @@ LIMITS = {"max_items_in_row": 2000, "initial_lexer_fuel": 1_000_000, "step_lexer
 # what to say may write spaces for ever.
 SPACES = r"( |\n[ ]{0,32}|\n\t{0,8})?"
 JSON = {"whitespace_pattern": SPACES, "lenient": False, "coerce_one_of": False}
+# Escapes of a regular expression: the library's are Unicode's, and models write a digit few fonts have if they may.
+ASCII = {"d": "[0-9]", "D": "[^0-9]", "w": "[0-9A-Za-z_]", "W": "[^0-9A-Za-z_]",
+         "s": r"[\t\n\v\f\r ]", "S": r"[^\t\n\v\f\r ]"}
+_INSIDE = re.compile(r"\Aat \d+\(\d+\): |\n *\d+ \| start: .*\Z", re.DOTALL)  # of an error's words: the grammar around
 # Characters and rules. Compiling takes longer with the square of them, a few tenths of a second with so many.
 MAX_REGEX, MAX_GRAMMAR, MAX_RULES = 8192, 16_384, 400
 SPELLED, MAX_SPELLED = 4096, 512  # texts whose tokens are kept, and how long they are
@@ -122,7 +126,8 @@ class Guidance(GrammarBackend):
                 raise
             raise GrammarError(cut(str(error), 500)) from error
         if state.is_error():
-            raise GrammarError(reason(state))
+            words = reason(state)
+            raise GrammarError(_INSIDE.sub("", words) if kind == "regex" else words)
         first = Guided(state, self.vocabulary.spells)
         row = np.zeros(-(-self.vocabulary.size // 32), np.uint32)
         first.clone().fill(row)
@@ -154,7 +159,7 @@ class Guidance(GrammarBackend):
             return llguidance.LLMatcher.grammar_from_lark(tags_to_lark(source, self.vocabulary.names, SPACES))
         if kind == "regex":
             _check_length(source, MAX_REGEX)
-            return llguidance.LLMatcher.grammar_from_regex(source)
+            return llguidance.LLMatcher.grammar_from_regex(spell_out(source, ASCII))
         if kind == "choice":
             return llguidance.LLMatcher.grammar_from_lark(
                 "start: " + " | ".join(json.dumps(each) for each in json.loads(source)))

@@ -38,7 +38,9 @@ _LABEL = r"[A-Za-z0-9](-?[A-Za-z0-9]){0,30}"  # no two hyphens together, which a
 EXACT = {"date": f"^{DATE}$", "time": f"^{TIME}$", "date-time": f"^{DATE}T{TIME}$",
          "hostname": rf"^{_LABEL}(\.{_LABEL}){{0,3}}$"}  # labels under 64 characters, all of them under 254
 _SPACE = r"\t\n\v\f\r \u00a0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000\ufeff"
-_ESCAPE = re.compile(r"\\(.)", re.DOTALL)
+_ECMA = {"s": f"[{_SPACE}]", "S": f"[^{_SPACE}]"}
+# An escape, the difference of two classes, or a hyphen that can stand for itself only.
+_ESCAPE = re.compile(r"\\(.)|--|-(?=\\[dDsSwW])", re.DOTALL)
 
 
 def check(source: str) -> Any:
@@ -108,6 +110,12 @@ def _as_ecma(pattern: str, place: str) -> str:
     """\\s and \\S as ECMA-262 has them."""
     if len(pattern) > MAX_PATTERN:
         raise GrammarError(f"{place}: a pattern has {len(pattern)} characters, at most {MAX_PATTERN} are allowed")
+    return spell_out(pattern, _ECMA)
+
+
+def spell_out(pattern: str, classes: dict[str, str]) -> str:
+    """A regular expression with classes in brackets in place of escapes. classes: by the escape's letter."""
     def one(match: re.Match[str]) -> str:
-        return {"s": f"[{_SPACE}]", "S": f"[^{_SPACE}]"}.get(match[1], match[0])
+        # Before a bracket a hyphen would begin a range.
+        return r"\-" if match[0] == "-" else classes.get(match[1], match[0])
     return _ESCAPE.sub(one, pattern)
