@@ -9,7 +9,15 @@ import pytest
 from isthmus.core.config import size_bytes
 from isthmus.core.errors import Overloaded, RequestError
 from isthmus.core.server.errors import as_request_error
-from isthmus.core.server.limits import MAX_DEPTH, MAX_VALUES, parse_object, structure
+from isthmus.core.server.limits import (
+    CHECKED_BODY,
+    MAX_DEPTH,
+    MAX_DIGITS,
+    MAX_KEYS,
+    MAX_VALUES,
+    parse_object,
+    structure,
+)
 from isthmus.core.server.middleware import authorized, split_keys
 from starlette.testclient import TestClient
 
@@ -178,6 +186,34 @@ def test_depth_and_values_of_a_body():
     with pytest.raises(RequestError, match=f"holds {MAX_VALUES + 2} values"):
         parse_object(b'{"b":[' + b"1," * MAX_VALUES + b"1]}")
     assert len(parse_object(b'{"b":"' + b"," * 2 * MAX_VALUES + b'"}')["b"]) == 2 * MAX_VALUES
+
+
+def test_keys_and_digits_of_a_body():
+    assert structure(b'{"a:": {"b": ":\\":"}, "c": [{"d": 1}]}').keys == 4
+    keys = b",".join(b'"%d":1' % i for i in range(MAX_KEYS))
+    with pytest.raises(RequestError, match=f"the body holds {MAX_KEYS + 1} keys, more than the {MAX_KEYS} allowed"):
+        parse_object(b'{"z":{' + keys + b"}}")
+    assert len(parse_object(b"{" + keys + b"}")) == MAX_KEYS
+    assert parse_object(b'{"b":"' + b":" * 2 * MAX_KEYS + b'"}')
+    room = b" " * CHECKED_BODY
+    for number, good in ((b"9" * MAX_DIGITS, True), (b"9" * (MAX_DIGITS + 1), False),
+                         (b"1." + b"9" * (MAX_DIGITS + 1), False), (b"1," * 2 * MAX_DIGITS + b"1", True)):
+        if good:
+            assert parse_object(b'{"z":[' + number + b"]" + room + b"}")
+            continue
+        with pytest.raises(RequestError, match=f"a number of more than the {MAX_DIGITS} digits"):
+            parse_object(b'{"z":[' + number + b"]" + room + b"}")
+    assert parse_object(b'{"z":"' + b"9" * CHECKED_BODY + b'"}'), "digits of a string are text"
+
+
+def test_json_in_a_string_has_the_same_limits(http):
+    keys = json.dumps({str(i): 1 for i in range(MAX_KEYS + 1)})
+    call = {"id": "x", "function": {"name": "f", "arguments": keys}}
+    body = {"messages": [{"role": "assistant", "tool_calls": [call]}]}
+    error = error_of(http.post(CHAT, json=body), 400)
+    assert f"arguments holds {MAX_KEYS + 1} keys" in error["message"] and error["param"].endswith("arguments")
+    error = error_of(http.post(COMPLETIONS, json={"prompt": "x", "guided_json": keys}), 400)
+    assert f"it holds {MAX_KEYS + 1} keys" in error["message"] and error["param"] == "guided_json"
 
 
 @pytest.mark.parametrize("media,good", [

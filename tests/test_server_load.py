@@ -91,14 +91,17 @@ BODIES = {
     "empty lists": (COMPLETIONS, lambda: b'{"a":[' + many(b"[]", 5_000_000) + b"]}"),
     "some empty lists": (COMPLETIONS, lambda: b'{"a":[' + many(b"[]", 990_000) + b"]}"),
     "empty prompts": (COMPLETIONS, lambda: b'{"prompt":[' + many(b'""', 1_900_000) + b"]}"),
-    "biases": (COMPLETIONS, lambda: b'{"prompt":"a","logit_bias":{' + keys(900_000) + b"}}"),
-    "a model of many": (COMPLETIONS, lambda: b'{"prompt":"a","model":{' + keys(900_000) + b"}}"),
-    "a role of many": (CHAT, lambda: b'{"messages":[{"content":"a","role":{' + keys(900_000) + b"}}]}"),
+    "biases": (COMPLETIONS, lambda: b'{"prompt":"a","logit_bias":{' + keys(240_000) + b"}}"),
+    "a model of many": (COMPLETIONS, lambda: b'{"prompt":"a","model":{' + keys(240_000) + b"}}"),
+    "a role of many": (CHAT, lambda: b'{"messages":[{"content":"a","role":{' + keys(240_000) + b"}}]}"),
     "arguments of many": (CHAT, lambda: b'{"messages":[{"role":"user","content":"a"}],"chat_template_kwargs":{'
-                          + keys(900_000) + b"}}"),
+                          + keys(240_000) + b"}}"),
+    "keys": (COMPLETIONS, lambda: b'{"prompt":"a",' + keys(900_000) + b"}"),
+    "keys of what is ignored": (COMPLETIONS, lambda: b'{"prompt":"a","z":{' + keys(900_000) + b"}}"),
+    "digits": (COMPLETIONS, lambda: b'{"prompt":"a","z":[' + many(b"9" * 4000, 3500) + b"]}"),
     "quotes": (COMPLETIONS, lambda: b"[" * 101 + b'"' * 15_000_000),
     "escaped quotes": (COMPLETIONS, lambda: b"[" * 101 + b'"' + b'\\"' * 7_000_000),
-    "messages": (CHAT, lambda: b'{"messages":[' + many(b'{"role":"user","content":""}', 400_000) + b"]}"),
+    "messages": (CHAT, lambda: b'{"messages":[' + many(b'{"role":"user","content":""}', 120_000) + b"]}"),
     "a long name": (CHAT, lambda: b'{"messages":[{"role":"user","content":"a","name":"'
                     + b"<|im_start|>" * 1_200_000 + b'"}]}'),
     "long reasoning": (CHAT, lambda: b'{"messages":[{"role":"assistant","content":"a","reasoning_content":"'

@@ -4,7 +4,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..errors import RequestError, shown
-from .limits import MAX_TEMPLATE_KWARGS, MAX_TEXT
+from .limits import MAX_TEMPLATE_KWARGS, MAX_TEXT, check_structure
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 TEXT_PARTS = ("text", "input_text", "output_text")
@@ -83,9 +83,10 @@ def _tool_calls(calls: Any, path: str) -> list[dict[str, Any]]:
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise fault(f"{path}[{i}].function.name", f"must be a string; got {shown(function)}")
-        arguments = function.get("arguments", "{}")
+        place, arguments = f"{path}[{i}].function.arguments", function.get("arguments", "{}")
         if not isinstance(arguments, str):
-            raise fault(f"{path}[{i}].function.arguments", f"must be a string of JSON; got {shown(arguments)}")
+            raise fault(place, f"must be a string of JSON; got {shown(arguments)}")
+        check_structure(arguments.encode("utf-8", "surrogatepass"), place, place)
         parsed.append({"id": str(call.get("id", "")), "type": "function",
                        "function": {"name": function["name"], "arguments": arguments}})
     return parsed

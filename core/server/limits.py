@@ -5,7 +5,7 @@ import gc
 import json
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -15,10 +15,12 @@ from ..errors import Overloaded, RequestError, shown
 
 MAX_DEPTH = 100            # nesting of a JSON body
 MAX_VALUES = 2_000_000     # values in a JSON body
+MAX_KEYS = 250_000         # keys of all its objects: a new one takes as long to read as ten values
+MAX_DIGITS = 400           # one after the other in a number: the time to read an integer grows with their square
 MAX_BODIES = 16            # bodies of the largest size that are held at once
 DRAINED = 4                # times the largest size: so much is thrown away before the answer, which is read after it
 FREE_BODY = 65536          # bytes of a body that do not count for that: what a connection holds unread anyway
-CHECKED_BODY = 16384       # bytes up to which a body is looked through for a key that is there twice
+CHECKED_BODY = 16384       # bytes up to which a key that is there twice is looked for, and long numbers are not
 MAX_HEADERS = 100          # header fields of a request
 MAX_HEADER_BYTES = 65536   # names and values together
 MAX_STOPS = 64             # stop strings of a request
@@ -37,27 +39,52 @@ _STEPS = np.zeros(256, np.int8)  # what a character does to the depth of a JSON 
 _STEPS[list(b"[{")], _STEPS[list(b"]}")] = 1, -1
 
 
-def structure(body: bytes) -> tuple[int, int]:
-    """Deepest nesting of arrays and objects in a JSON text, and the number of values in it (commas and opening
-    brackets), without parsing it."""
+class Structure(NamedTuple):
+    """Of a JSON text: deepest nesting of arrays and objects, values (commas and opening brackets), keys, and whether a
+    number has more than `MAX_DIGITS` digits in a row."""
+
+    depth: int
+    values: int
+    keys: int
+    long_number: bool
+
+
+def structure(body: bytes) -> Structure:
+    """What is outside of the strings of a JSON text, without parsing it."""
     text = np.frombuffer(body.replace(rb"\\", b"").replace(rb'\"', b""), np.uint8)
     outside = np.cumsum(text == ord('"'), dtype=np.uint8) % 2 == 0  # of strings; an overflow keeps the parity
     steps = _STEPS[text] * outside
     steps = steps[steps != 0]
     depth = steps.cumsum(dtype=np.int32).max(initial=0)
-    return int(depth), int(np.count_nonzero(steps > 0) + np.count_nonzero((text == ord(",")) & outside))
+    commas, colons = (int(np.count_nonzero((text == ord(sign)) & outside)) for sign in ",:")
+    return Structure(int(depth), int(np.count_nonzero(steps > 0)) + commas, colons, _many_digits(text, outside))
 
 
-def check_structure(body: bytes) -> None:
-    """Raise 400 for a JSON text that nests too deeply or holds too many values to be parsed."""
+def _many_digits(text: np.ndarray, outside: np.ndarray | bool = True) -> bool:
+    """Whether more than `MAX_DIGITS` digits follow each other. text: uint8 [n]. outside: those that count, bool [n]."""
+    run, length = (text - ord("0") < 10) & outside, 1  # uint8 wraps around; where so many begin
+    while length <= MAX_DIGITS:
+        more = min(length, MAX_DIGITS + 1 - length)
+        run = run[:-more] & run[more:]
+        length += more
+    return bool(run.any())
+
+
+def check_structure(body: bytes, what: str = "the body", param: str | None = None) -> None:
+    """Raise 400 for a JSON text that nests too deeply or holds too much to be parsed: reading it would hold up all
+    others. what, param: its name, and the field that it came in."""
     brackets = body.count(b"[") + body.count(b"{")
-    if brackets <= MAX_DEPTH and brackets + body.count(b",") <= MAX_VALUES:
+    if (brackets <= MAX_DEPTH and brackets + body.count(b",") <= MAX_VALUES and body.count(b":") <= MAX_KEYS
+            and (len(body) <= CHECKED_BODY or not _many_digits(np.frombuffer(body, np.uint8)))):
         return
-    depth, values = structure(body)
-    if depth > MAX_DEPTH:
-        raise RequestError(f"the body nests {depth} deep, more than the {MAX_DEPTH} allowed", code="invalid_json")
-    if values > MAX_VALUES:
-        raise RequestError(f"the body holds {values} values, more than the {MAX_VALUES} allowed", code="invalid_json")
+    found = structure(body)
+    for wrong, problem in (
+            (found.depth > MAX_DEPTH, f"nests {found.depth} deep, more than the {MAX_DEPTH} allowed"),
+            (found.values > MAX_VALUES, f"holds {found.values} values, more than the {MAX_VALUES} allowed"),
+            (found.keys > MAX_KEYS, f"holds {found.keys} keys, more than the {MAX_KEYS} allowed"),
+            (found.long_number, f"holds a number of more than the {MAX_DIGITS} digits allowed")):
+        if wrong:
+            raise RequestError(f"{what} {problem}", code="invalid_json", param=param)
 
 
 @contextmanager

@@ -82,7 +82,7 @@ def _object(field: str, value: Any) -> str:
 
 def _parse(field: str, text: str) -> Any:
     try:
-        check_structure(text.encode())
+        check_structure(text.encode(), "it")
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise _fault(field, f"is not valid JSON: {error}") from None
