@@ -16,7 +16,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from isthmus.core.errors import IsthmusError
 from isthmus.core.grammar import library as library_module
-from isthmus.core.grammar.contract import BACKENDS, COMPLETE, GOES_ON, KINDS, REFUSED, GrammarBackend, GrammarError
+from isthmus.core.grammar.contract import (
+    BACKENDS,
+    COMPLETE,
+    FAILED,
+    GOES_ON,
+    KINDS,
+    REFUSED,
+    GrammarBackend,
+    GrammarError,
+)
 from isthmus.core.grammar.library import Library, open_backend
 from isthmus.core.grammar.schema import check
 from isthmus.core.grammar.vocabulary import Vocabulary
@@ -104,6 +113,9 @@ def generate(backend: GrammarBackend, kind: str, source: str, rng: random.Random
      ['"2024-01-01"', '"2024-01-01T23:59:60Z"', '"2024-01-01T24:00:00Z"']),
     ("json_schema", '{"type": "string", "format": "hostname"}', ['"a-b.example"'], ['"-a"', '"xn--a"', '"a..b"']),
     ("grammar", 'root ::= "a" ("," root)?', ["a", "a,a"], ["", "a,", ",a"]),
+    ("grammar", 'root ::= ("a"*)* [)*]? # "(a*)*\n', ["", "a", "aaa*", ")"], ["b", "a**"]),
+    ("grammar", 'root ::= (("a"+ )?) {2} b\nb ::= ("c"{1,2}\n)+ "\\"*)*"', ['c"*)*', 'aacccc"*)*'], ["a", '"*)*']),
+    ("json_schema", '{"type": "string", "minLength": 1.0, "maxLength": 2.0}', ['"a"', '"ab"'], ['""', '"abc"']),
     ("grammar", 'start: "a" ("," start)?', ["a", "a,a"], ["", "a,", ",a"]),
     ("structural_tag", json.dumps({"triggers": ["<f"], "structures": [
         {"begin": "<f=a>", "schema": {"type": "boolean"}, "end": "</f>"}]}),
@@ -217,14 +229,29 @@ def test_a_matcher_in_a_bad_way_allows_nothing(backend):
     ("json_schema", '{"x-guidance": {"lenient": true}}', "x-guidance"), ("json_schema", "false", "false"),
     ("json_schema", '{"$defs": {"x": {"$id": "y"}}}', "$id"), ("json_schema", "[]", "an object or a boolean"),
     ("json_schema", "{", "not valid JSON"), ("json_schema", '{"format": "made-up"}', "made-up"),
-    ("json_schema", '{"oneOf": [{"type": "string"}, {"minLength": 2}]}', "oneOf"),
+    ("json_schema", '{"properties": {"k": {"oneOf": [{"type": "string"}, {"minLength": 2}]}}}',
+     "$.properties.k: oneOf is"),
+    ("json_schema", '{"items": {"anyOf": [{"type": "null"}, {"type": "integer", "multipleOf": 0}]}}',
+     "$.items.anyOf[1]: multipleOf must"),
+    ("json_schema", '{"type": "number", "multipleOf": 1e-300}', "$: multipleOf has more digits"),
+    ("json_schema", '{"type": "number", "minimum": 1e-300, "maximum": 1e300}',
+     "$: minimum and maximum are too far apart"),
+    ("json_schema", '{"type": "integer", "multipleOf": 2147483647}', "$: it is too complex"),
+    ("json_schema", '{"properties": {"z": {"$ref": "#/$defs/a"}}, "$defs": {"a": {"multipleOf": 0}}}',
+     "(in #/$defs/a)"),
+    ("json_schema", '{"properties": {"z": {"maxLength": -3}}}', "$.properties.z"),
     ("json_schema", '{"enum": []}', "nsatisfiable"),
-    ("json_schema", '{"$ref": "https://example.com/a"}', "https://example.com/a"),
+    ("json_schema", '{"prefixItems": [{"$ref": "https://example.com/a"}]}',
+     "$.prefixItems[0]: $ref 'https://example.com/a' leads to another document"),
     ("json_schema", '{"type": "integer", "minimum": 5, "maximum": 3}', "minimum (5)"),
     ("json_schema", '{"items": ' * 80 + "{}" + "}" * 80, "too large"),
     ("json_schema", json.dumps({"properties": {str(i): {} for i in range(2000)}}), "properties has 2000 entries"),
     ("regex", "a{2}{3", "repetition"), ("regex", "(?=a)", "look-around"),
     ("regex", r"\bword\b", "not supported"),
+    ("grammar", "root ::= " + "(" * 3000 + '"a"' + ")" * 3000, "nested too deeply"),
+    ("grammar", "root ::= [^]", "unclosed character class"), ("grammar", "root ::= root", "no text satisfies it"),
+    ("regex", "((((((a{10}){10}){10}){10}){10}){10}){10}", "it is too complex"),
+    ("regex", "a{1000000}", "it is too complex"),
     ("grammar", "root ::= missing", "missing"), ("grammar", "nothing", ""), ("structural_tag", "{}", "structures"),
     ("structural_tag", '{"structures": [{"begin": "<a>", "schema": {"not": {}}}], "triggers": ["<"]}', "not"),
     ("structural_tag", '{"structures": [{"begin": "<a>"}], "triggers": []}', "triggers"),
@@ -234,7 +261,9 @@ def test_what_cannot_be_honoured_is_refused_in_words(backend, kind, source, word
         backend.compile(kind, source)
     assert words in str(caught.value) and len(str(caught.value)) < 800
     assert kind != "regex" or "start:" not in str(caught.value) and not str(caught.value).startswith("at ")
-    assert "backtrace" not in str(caught.value) and caught.value.status == 400
+    for inside in ("backtrace", "option", "limits.", "Lark", "llguidance", "registry", "fuel", "recursion", "Some("):
+        assert inside not in str(caught.value)
+    assert caught.value.status == 400
 
 
 @pytest.mark.parametrize(("kind", "source"), [
@@ -260,6 +289,37 @@ def test_hostile_grammars_are_bounded(backend, kind, source):
             break
         if not matcher.accept(rng.choice(choices)):
             break
+
+
+@pytest.mark.parametrize("source", ['root ::= "a" root', 'start: "a" start', 'root ::= "a"{1000000}'])
+def test_a_text_that_is_forced_without_end_can_be_followed(backend, source):
+    matcher = backend.compile("grammar", source).start()
+    for _ in range(300):
+        assert allowed(backend, matcher) and matcher.accept(spelled(backend, "a")[0])
+
+
+def test_what_is_too_complex_from_the_second_token_on_is_found_when_it_is_compiled(backend, monkeypatch):
+    filled, inner = [], llguidance.LLMatcher.unsafe_compute_mask_ptr
+    backend.compile("regex", "[a-f]{9}")
+
+    def fill(self, row):
+        inner(self.state, row.ctypes.data, row.nbytes)
+        filled.append(row)
+        if len(filled) > 2:
+            row[:] = 0
+    monkeypatch.setattr("isthmus.core.grammar.guidance.Guided.fill", fill)
+    with pytest.raises(GrammarError):
+        backend.compile("regex", "[a-f]{9}")
+
+
+def test_a_token_that_a_limit_does_not_let_pass_is_told_from_a_wrong_one(backend):
+    spells = {token: spelled(backend, token)[0] for token in "abz"}
+    matcher = backend.compile("grammar", 'root ::= "z" | "b" inner\ninner ::= "a" inner').start()
+    wrong = backend.accept([matcher.clone()], [spells["a"]])
+    assert backend.accept([matcher], [spells["b"]]).tolist() == [GOES_ON]
+    matcher.forced()  # without end
+    failed = backend.accept([matcher], [spells["a"]])
+    assert wrong.tolist() == [REFUSED] and failed.tolist() == [FAILED]
 
 
 PIECES = st.sampled_from([*"ab(){}[]|*+?.^$\\-,:=\"'/ \n", "::=", "root", "start:", "a{1,9}", "\\d", "%json", "<[1]>",

@@ -121,20 +121,27 @@ def test_n_answers_have_places_of_their_own_and_grammars_differ_in_one_batch():
     assert len({tuple(track.out) for track in run.tracks.values()}) == 5
 
 
-def test_what_the_device_samples_against_the_mask_ends_the_request_alone(monkeypatch):
+@pytest.mark.parametrize(("bias", "told"), [
+    ({}, (500, None, "grammar", "what the device sampled")),
+    ({7: 1.0}, (400, "invalid_value", "logit_bias", "logit_bias"))])
+def test_what_the_device_samples_against_the_mask_ends_the_request_alone(monkeypatch, bias, told):
     run = Run(pages=60)
-    run.submit([1, 2], grammar=4, max_tokens=20)
+    run.submit([1, 2], grammar=4, max_tokens=20, logit_bias=bias)
     run.submit([1, 3], max_tokens=20, ignore_eos=True)
     monkeypatch.setattr(scheduling, "nearest", lambda token, allowed: token)
     outputs: list[TokenOutput] = []
     run._absorb = outputs.append
     run.drain()
     ended = {output.id: output for output in outputs if output.finish}
-    assert ended["r0"].finish == "error" and "the grammar allows none" in ended["r0"].error
+    error = ended["r0"]
+    assert (error.finish, error.status, error.code, error.param) == ("error", *told[:3]) and told[3] in error.error
+    assert ("logit_bias" in error.error) == bool(bias)
     assert ended["r1"].finish == "length"
 
 
-def test_a_grammar_that_gets_stuck_ends_its_request(monkeypatch):
+@pytest.mark.parametrize("sampled", ["any", "the end"])
+def test_a_grammar_that_gets_stuck_ends_its_request_as_the_clients_fault(monkeypatch, sampled):
+    """Also when what is sampled then, with no mask, is the end: it must not look like a whole sentence."""
     fill = GrammarBackend.fill
 
     def stuck(self, matchers, bits):
@@ -143,6 +150,10 @@ def test_a_grammar_that_gets_stuck_ends_its_request(monkeypatch):
             if matcher.number == 10 and len(matcher.tokens) == 3:
                 bits[row] = 0
     monkeypatch.setattr(GrammarBackend, "fill", stuck)
+    if sampled == "the end":
+        nearest = scheduling.nearest
+        monkeypatch.setattr(scheduling, "nearest", lambda token, allowed: (
+            GRAMMARS.backend.eos if allowed is not None and allowed.all() else nearest(token, allowed)))
     run = Run(pages=60)
     run.submit([1, 2], grammar=4, max_tokens=9)
     outputs: list[TokenOutput] = []
@@ -150,7 +161,9 @@ def test_a_grammar_that_gets_stuck_ends_its_request(monkeypatch):
     run.submit([1, 2], grammar=10, max_tokens=9)
     run.drain()
     ended = {output.id: output for output in outputs if output.finish}
-    assert ended["r1"].finish == "error" and "too complex" in ended["r1"].error
+    error = ended["r1"]
+    assert (error.finish, error.status, error.code, error.param) == ("error", 400, "invalid_grammar", "grammar")
+    assert "too complex to follow at token 4 of the output" in error.error and "logit_bias" not in error.error
     assert ended["r0"].finish in ("stop", "length")
 
 
@@ -174,6 +187,7 @@ def test_a_library_that_fails_ends_its_own_requests_and_nobody_elses(monkeypatch
     run.drain()
     ended = {output.id: output for output in outputs if output.finish}
     assert ended["r0"].finish == "error" and ended["r1"].finish == "length" and "library of grammars" in caplog.text
+    assert ended["r0"].status == 500 and "the library of grammars failed" in ended["r0"].error
     run.submit([1, 2], grammar=4, max_tokens=9)
     run.drain()
     assert outputs[-1].finish in ("stop", "length")

@@ -22,7 +22,8 @@ KINDS = {
     "choice": "a JSON list of strings, of which the output is one",
     "structural_tag": "a JSON object of triggers and of structures with begin, schema and end; free text between them",
 }
-REFUSED, GOES_ON, COMPLETE = 0, 1, 2  # what `GrammarBackend.accept` says of a token
+# What `GrammarBackend.accept` says of a token. FAILED: one of the grammar's limits does not let it go on.
+REFUSED, GOES_ON, COMPLETE, FAILED = 0, 1, 2, 3
 
 
 class GrammarError(RequestError):
@@ -91,7 +92,7 @@ class GrammarBackend(ABC):
             matcher.fill(row)
 
     def accept(self, matchers: Sequence[Matcher], tokens: Sequence[int]) -> np.ndarray:
-        """Go on by a token each: int8 [M], `REFUSED`, `GOES_ON` or `COMPLETE`."""
+        """Go on by a token each: int8 [M], `REFUSED`, `GOES_ON`, `COMPLETE` or `FAILED`."""
         return np.array([(COMPLETE if matcher.is_complete() else GOES_ON) if matcher.accept(token) else REFUSED
                          for matcher, token in zip(matchers, tokens, strict=True)], np.int8)
 

@@ -13,11 +13,22 @@ from typing import Any
 import llguidance
 import numpy as np
 
-from ..errors import cut
-from .contract import BACKENDS, COMPLETE, GOES_ON, KINDS, REFUSED, Grammar, GrammarBackend, GrammarError, Matcher
-from .schema import check, spell_out
+from .contract import (
+    BACKENDS,
+    COMPLETE,
+    FAILED,
+    GOES_ON,
+    KINDS,
+    REFUSED,
+    Grammar,
+    GrammarBackend,
+    GrammarError,
+    Matcher,
+)
+from .schema import NAMED, check, parts, spell_out
 from .tags import tags_to_lark
 from .vocabulary import Vocabulary
+from .words import TOO_COMPLEX, in_words, of_gbnf, reason
 
 # Fuel of the lexer's and the parser's work: about 20 ms for a grammar and 7 ms for a token at most, see the library's
 # documentation; memory of about 2 kB a state.
@@ -33,6 +44,11 @@ ASCII = {"d": "[0-9]", "D": "[^0-9]", "w": "[0-9A-Za-z_]", "W": "[^0-9A-Za-z_]",
 _INSIDE = re.compile(r"\Aat \d+\(\d+\): |\n *\d+ \| start: .*\Z", re.DOTALL)  # of an error's words: the grammar around
 # Characters and rules. Compiling takes longer with the square of them, a few tenths of a second with so many.
 MAX_REGEX, MAX_GRAMMAR, MAX_RULES = 8192, 16_384, 400
+MASKS = 4  # that are tried when a grammar is compiled: some are too complex from the second on
+TRIES = 48  # parts of a schema that are looked at for what is wrong in it
+ENDLESS = '%llguidance {"no_forcing": true}\n'  # for a text that is forced without end
+# In GBNF, a repetition at the end of a group that is repeated itself. The library would lose the group's brackets.
+_REPEATED = re.compile(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|#[^\n]*|([*+?}])(?=\s*\)[\s)]*[*+?{])', re.DOTALL)
 SPELLED, MAX_SPELLED = 4096, 512  # texts whose tokens are kept, and how long they are
 MAX_THREADS, ROWS = 8, 128  # that fill masks together, at the cost of more processor time; rows that are worth it
 
@@ -119,21 +135,68 @@ class Guidance(GrammarBackend):
         self._threads = llguidance.LLExecutor(threads) if threads > 1 else None
 
     def compile(self, kind: str, source: str) -> GuidedGrammar:
+        first = self._first(kind, source)
+        fault = self._try(first)
+        if kind == "grammar" and "ff_tokens" in fault:
+            first = self._first(kind, source, ENDLESS)
+            fault = self._try(first)
+        if fault:
+            raise GrammarError(in_words(fault))
+        return GuidedGrammar(first)
+
+    def _first(self, kind: str, source: str, head: str = "") -> Guided:
+        """A matcher at the beginning. head: of a grammar in Lark."""
         try:
-            state = llguidance.LLMatcher(self._tokenizer, self._grammar(kind, source), log_level=0, limits=self._limits)
+            state = self._begin(self._grammar(kind, source, head))
         except (ValueError, TypeError, RecursionError) as error:  # what is no JSON or no Unicode
             if isinstance(error, GrammarError):
                 raise
-            raise GrammarError(cut(str(error), 500)) from error
+            raise GrammarError(in_words(str(error))) from error
         if state.is_error():
             words = reason(state)
+            if kind == "json_schema":
+                words = f"{self._place(check(source), words)}: {words}"
+            elif kind == "grammar" and "::=" in source:
+                words = of_gbnf(words)
             raise GrammarError(_INSIDE.sub("", words) if kind == "regex" else words)
-        first = Guided(state, self.vocabulary.spells)
-        row = np.zeros(-(-self.vocabulary.size // 32), np.uint32)
-        first.clone().fill(row)
-        if not row.any():
-            raise GrammarError("no text satisfies it, or it is too complex to begin")
-        return GuidedGrammar(first)
+        return Guided(state, self.vocabulary.spells)
+
+    def _begin(self, grammar: str) -> llguidance.LLMatcher:
+        return llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
+
+    def _try(self, first: Guided) -> str:
+        """What is wrong with some masks along one way; "" for nothing."""
+        matcher, row = first.clone(), np.zeros(-(-self.vocabulary.size // 32), np.uint32)
+        for _ in range(MASKS):
+            matcher.clone().fill(row)  # what is too complex may come out once
+            matcher.fill(row)
+            tokens = [token for token in np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")).tolist()
+                      if token not in self.vocabulary.eos]
+            if tokens and not matcher.accept(tokens[len(tokens) // 2]) or not row.any():
+                return matcher.state.get_error() or "NoExtensionBias"
+            if not tokens or matcher.is_complete():
+                break
+        return ""
+
+    def _place(self, schema: dict[str, Any], words: str) -> str:
+        """Of the smallest part of a schema that is refused in these words, as far as it is found soon."""
+        common, part, place, left = {name: schema[name] for name in NAMED[2:] if name in schema}, schema, "$", TRIES
+        found: tuple[dict[str, Any], str] | None = schema, "$"
+        while found and words != TOO_COMPLEX:
+            (part, place), found = found, None
+            for below, where in parts(part, place):
+                if left and self._refuses({**common, **below}, words):
+                    found = below, where
+                    break
+                left -= left > 0
+        return place
+
+    def _refuses(self, schema: dict[str, Any], words: str) -> bool:
+        try:
+            state = self._begin(llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=JSON))
+        except (ValueError, RecursionError):
+            return False
+        return state.is_error() and reason(state) == words
 
     def fill(self, matchers: Sequence[Guided], bits: np.ndarray) -> None:
         states, start, size = [matcher.state for matcher in matchers], bits.ctypes.data, bits.strides[0]
@@ -148,10 +211,10 @@ class Guidance(GrammarBackend):
             bits[failed] = 0
 
     def accept(self, matchers: Sequence[Guided], tokens: Sequence[int]) -> np.ndarray:
-        return np.array([(COMPLETE if state.is_stopped() else GOES_ON) if state.consume_token(token) else REFUSED
+        return np.array([(COMPLETE if state.is_stopped() else GOES_ON) if state.consume_token(token) else _why(state)
                          for state, token in zip([m.state for m in matchers], tokens, strict=True)], np.int8)
 
-    def _grammar(self, kind: str, source: str) -> str:
+    def _grammar(self, kind: str, source: str, head: str) -> str:
         if kind in ("json_object", "json_schema"):
             schema = {"type": "object"} if kind == "json_object" else check(source)
             return llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=JSON)
@@ -164,32 +227,32 @@ class Guidance(GrammarBackend):
             return llguidance.LLMatcher.grammar_from_lark(
                 "start: " + " | ".join(json.dumps(each) for each in json.loads(source)))
         if kind == "grammar":
-            return self._context_free(source)
+            return self._context_free(source, head)
         raise GrammarError(f"grammars of the kind {kind!r} are unknown; there are: {', '.join(KINDS)}")
 
     @staticmethod
-    def _context_free(source: str) -> str:
+    def _context_free(source: str, head: str) -> str:
         _check_length(source, MAX_GRAMMAR)
         rules = source.count("::=")
         if not rules:
-            return llguidance.LLMatcher.grammar_from_lark(source)
+            return llguidance.LLMatcher.grammar_from_lark(head + source)
         if rules > MAX_RULES:
             raise GrammarError(f"the grammar has {rules} rules, at most {MAX_RULES} are allowed")
         try:  # what converts takes long over empty lines
-            return llguidance.grammar_from("gbnf", re.sub(r"\n\s*\n", "\n", source))
+            source = _REPEATED.sub(lambda found: found[0] + ' ""' * bool(found[1]), re.sub(r"\n\s*\n", "\n", source))
+            return head + llguidance.grammar_from("gbnf", source).removeprefix("%llguidance {}")
         except (ValueError, RecursionError, IndexError, KeyError) as error:
-            raise GrammarError(cut(str(error) or type(error).__name__, 500)) from None
+            raise GrammarError(in_words(str(error) or type(error).__name__)) from None
+
+
+def _why(state: llguidance.LLMatcher) -> int:
+    """Why a token was not taken."""
+    return REFUSED if "satisfy the grammar" in state.get_error() else FAILED
 
 
 def _check_length(source: str, most: int) -> None:
     if len(source) > most:
         raise GrammarError(f"{len(source)} characters are too long, at most {most} are allowed")
-
-
-def reason(state: Any) -> str:
-    """Why a matcher of the library's has failed, for people: nothing of its inside."""
-    text = state.get_error().partition("<backtrace>")[0].partition("<state>")[0].strip()
-    return "the library failed on it" if text.startswith("panic") else cut(text, 500)
 
 
 BACKENDS.register("llguidance", Guidance)

@@ -79,10 +79,10 @@ class Library:
 def check_spec(spec: GrammarSpec) -> None:
     """Raises `GrammarError` for a kind that is none, or a source that is too long."""
     if spec.kind not in KINDS:
-        raise GrammarError(f"grammars of the kind {spec.kind!r} are unknown; there are: {', '.join(KINDS)}")
+        raise GrammarError(f"grammars of the kind {spec.kind!r} are unknown; there are: {', '.join(KINDS)}", spec.field)
     size = len(spec.source.encode("utf-8", "surrogatepass"))
     if size > MAX_SOURCE:
-        raise GrammarError(f"{spec.kind} has {size} bytes, more than the {MAX_SOURCE} allowed")
+        raise GrammarError(f"{spec.field} has {size} bytes, more than the {MAX_SOURCE} allowed", spec.field)
 
 
 def open_backend(name: str, vocabulary: Any) -> GrammarBackend:

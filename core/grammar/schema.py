@@ -19,6 +19,7 @@ MAX_DEPTH = 64
 MAX_VALUES = 20_000
 # Of one schema; compiling takes longer with the square of each, a few tenths of a second with so many.
 MOST = {"properties": 1000, "patternProperties": 48, "allOf": 256, "anyOf": 1024, "oneOf": 512, "enum": 10_000}
+COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 MAX_PATTERN = 4096  # characters
 REFUSED = ("not", "if", "then", "else", "contains", "minContains", "maxContains", "uniqueItems", "propertyNames",
            "dependentRequired", "dependentSchemas", "dependencies", "unevaluatedProperties", "unevaluatedItems",
@@ -63,7 +64,7 @@ def check(source: str) -> Any:
         if depth > MAX_DEPTH or count > MAX_VALUES:
             raise GrammarError(f"the schema is too large: {MAX_DEPTH} levels and {MAX_VALUES} keywords are allowed")
         _make_exact(part, place)
-        stack += [(below, where, depth + 1) for below, where in _below(part, place)]
+        stack += [(below, where, depth + 1) for below, where in parts(part, place)]
     return schema
 
 
@@ -71,7 +72,7 @@ def _refuse(name: str) -> None:
     raise ValueError(f"{name} is no number")
 
 
-def _below(schema: dict[str, Any], place: str) -> Iterator[tuple[dict[str, Any], str]]:
+def parts(schema: dict[str, Any], place: str) -> Iterator[tuple[dict[str, Any], str]]:
     """The schemas directly inside one, and where they are."""
     for name in ONE:
         if isinstance(schema.get(name), dict):
@@ -86,6 +87,9 @@ def _below(schema: dict[str, Any], place: str) -> Iterator[tuple[dict[str, Any],
 
 
 def _make_exact(schema: dict[str, Any], place: str) -> None:
+    for name in COUNTS:  # 3.0 is a whole number, too
+        if isinstance(schema.get(name), float) and schema[name].is_integer():
+            schema[name] = int(schema[name])
     for name in REFUSED:
         if name in schema:
             raise GrammarError(f"{place}: the keyword {name} cannot be enforced; leave it out")

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ..grammar.contract import COMPLETE, GOES_ON, REFUSED
+from ..grammar.contract import COMPLETE, FAILED, GOES_ON
 from ..messages import pack_ids, unpack_ids
 from ..plan import Mask, StepResult
 from .plans import Plan
@@ -25,8 +25,7 @@ from .table import RequestTable
 log = logging.getLogger(__name__)
 
 ALL = np.uint32(0xFFFFFFFF)
-REFUSED_TOKEN = ("the grammar allows none of the tokens that could be sampled here: logit_bias bans what it needs, or "
-                 "it is too complex")
+BROKEN = 4  # a verdict beside those of `core.grammar.contract`: the library failed in a way that nobody foresaw
 Ask = Callable[[Callable[[], bytes]], bytes]
 
 
@@ -40,6 +39,21 @@ def _held(call: Callable[[], Any], otherwise: Any) -> Any:
             raise
         log.exception("the library of grammars failed")
         return otherwise
+
+
+def refusal(request: Request, table: RequestTable) -> dict[str, Any]:
+    """Why its grammar ended a request: error, status, code and param of its last output."""
+    field, place = request.params.grammar.field, request.known_now(table) - request.prompt_len + 1
+    if request.verdict == FAILED:
+        return {"error": f"{field}: it became too complex to follow at token {place} of the output; simplify it, or "
+                         "make what it repeats shorter", "status": 400, "code": "invalid_grammar", "param": field}
+    if request.verdict == BROKEN:
+        return {"error": f"{field}: the library of grammars failed at token {place} of the output", "param": field}
+    if request.params.logit_bias:
+        return {"error": f"{field}: logit_bias leaves none of the tokens that it allows as token {place} of the output",
+                "status": 400, "code": "invalid_value", "param": "logit_bias"}
+    return {"error": f"{field}: what the device sampled as token {place} of the output is not allowed",
+            "param": field}
 
 
 class Masks:
@@ -78,10 +92,13 @@ class Masks:
             return []
         forced = unpack_ids(self._ask(lambda: pack_ids(self._fill([requests[i] for i in live], bits, live)))).tolist()
         found, place = [], 0
-        while place < len(forced):  # row, number, tokens
+        while place < len(forced):  # row, number, tokens; or row, 0, what is wrong
             row, count = forced[place:place + 2]
-            found.append((requests[row], forced[place + 2:place + 2 + count]))
-            place += 2 + count
+            if count:
+                found.append((requests[row], forced[place + 2:place + 2 + count]))
+            else:
+                requests[row].stuck = forced[place + 2]
+            place += 2 + (count or 1)
         return found
 
     def give_up(self) -> None:
@@ -100,7 +117,7 @@ class Masks:
             row += chunk.scores + chunk.sample
             if chunk.sample and chunk.request.matcher is not None:
                 pairs.append((chunk.request, int(result.tokens[row - 1])))
-        pairs = [(r, token) for r, token in pairs if not r.finish and token not in r.stop_ids]
+        pairs = [(r, token) for r, token in pairs if not r.finish and (r.stuck is not None or token not in r.stop_ids)]
         if not pairs:
             return
         requests, tokens = zip(*pairs, strict=True)
@@ -114,25 +131,27 @@ class Masks:
         fresh = [i for i, request in enumerate(requests) if not request.ahead]
         if fresh:
             matchers, these = [requests[i].matcher for i in fresh], [tokens[i] for i in fresh]
-            said[fresh] = _held(lambda: self._grammars.backend.accept(matchers, these), np.int8(REFUSED))
+            said[fresh] = _held(lambda: self._grammars.backend.accept(matchers, these), np.int8(BROKEN))
         for i, request in enumerate(requests):
-            if request.stuck:
-                said[i] = REFUSED
+            if request.stuck is not None:
+                said[i] = request.stuck
             elif request.ahead and request.matcher.is_complete():
                 said[i] = COMPLETE
         return said.tobytes()
 
     def _fill(self, requests: list[Request], bits: np.ndarray, live: list[int]) -> list[int]:
-        """Masks of these requests into rows `live`; forced tokens as `fill` reads them."""
+        """Masks of these requests into rows `live`; forced tokens, and what is wrong, as `fill` reads them."""
         part = bits if len(live) == len(bits) else np.empty((len(live), bits.shape[1]), np.uint32)
+        why = FAILED
         if _held(lambda: self._grammars.backend.fill([request.matcher for request in requests], part), True):
-            part[:] = 0
+            part[:], why = 0, BROKEN
         words = np.count_nonzero(part, axis=1)
         found: list[int] = []
         for i in (words <= 1).nonzero()[0].tolist():
             request, word = requests[i], int(part[i].max())
-            if not word:  # a limit of the grammar's; what is sampled is refused
-                request.stuck, part[i] = True, ALL
+            if not word:  # what is sampled is refused
+                part[i] = ALL
+                found += [live[i], 0, why]
             elif not word & (word - 1):
                 forced = request.matcher.forced()
                 if len(forced) >= LEAST:

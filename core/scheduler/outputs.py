@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -53,13 +54,14 @@ def scored_outputs(rows: np.ndarray, owners: np.ndarray, result: StepResult) -> 
 
 
 def output_of(request: Request, tokens: bytes = b"", finish: FinishReason | None = None, stop_id: int = -1,
-              logprobs: Logprobs | None = None, error: str = "", status: int = 500) -> TokenOutput:
-    """The next output of a request; its first one has what is told once."""
+              logprobs: Logprobs | None = None, error: str = "", **more: Any) -> TokenOutput:
+    """The next output of a request; its first one has what is told once. more: status, code and param of
+    an error."""
     first, request.reported = not request.reported, True
     return TokenOutput(request.id, tokens, finish, stop_id, request.prompt_len if first else 0,
                        request.cached if first else 0, logprobs,
                        request.prompt_scores() if first and finish not in ("abort", "error") else None, error,
-                       status, handle=request.handle)
+                       handle=request.handle, **more)
 
 
 def token_logprobs(result: StepResult, row: int, k: int) -> Logprobs:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..grammar.contract import REFUSED, Matcher
+from ..grammar.contract import COMPLETE, FAILED, Matcher
 from ..messages import FinishReason, Logprobs, SamplingParams, Submit, pack_ids, unpack_ids
 
 if TYPE_CHECKING:
@@ -22,8 +22,8 @@ class Request:
     tree. limit: most output tokens. turn: its number in order of first admission. left: the plan that sent it back.
     finish is set once and never changes. ticket is the schedule policy's, use the eviction policy's.
     matcher: of its grammar, None without one, at the last token that the host knows. verdict: what it said of that, if
-    not to go on. stuck: it allows nothing. ahead: tokens that it forced, counted as known although the first is in
-    flight. goes_on: an end may have to be forbidden.
+    not to go on. stuck: what it is going to say, as it allows nothing more. ahead: tokens that it forced, counted as
+    known although the first is in flight. goes_on: an end may have to be forbidden.
     """
 
     __slots__ = ("id", "handle", "params", "domain", "priority", "tenant", "ttft", "hint", "arrival", "started",
@@ -47,7 +47,7 @@ class Request:
         self.score = params.prompt_logprobs is not None
         self.scores: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
         self.reported = False
-        self.matcher, self.verdict, self.stuck = matcher, None, False
+        self.matcher, self.verdict, self.stuck = matcher, None, None
         self.ahead: list[int] = []
         self.goes_on = matcher is not None and bool(params.min_tokens or params.ignore_eos)
 
@@ -65,13 +65,14 @@ class Request:
         """These tokens, of which the first is in flight, are known already."""
         self.ahead = tokens
         for token in tokens:
-            self.stuck |= not self.matcher.accept(token)
+            if not self.matcher.accept(token):
+                self.stuck = FAILED
             if self.history is not None:
                 self.history.add(token)
 
     def is_refused(self, token: int) -> bool:
         """Whether its grammar does not allow this token, its next one."""
-        return self.verdict == REFUSED or bool(self.ahead) and token != self.ahead[0]
+        return self.verdict not in (None, COMPLETE) or bool(self.ahead) and token != self.ahead[0]
 
     def known_now(self, table: RequestTable) -> int:
         """Tokens that the host knows, whether or not it runs."""

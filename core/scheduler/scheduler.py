@@ -22,7 +22,7 @@ from ..messages import FinishReason, Logprobs, Submit, TokenOutput, pack_ids
 from ..plan import StepResult
 from .admission import Limits, check_request
 from .ledger import prove
-from .masks import REFUSED_TOKEN, Ask, Masks
+from .masks import Ask, Masks, refusal
 from .outlook import Growth, Pace
 from .outputs import StepOutputs, output_of, scored_outputs, token_logprobs
 from .plans import Chunk, Plan
@@ -410,7 +410,7 @@ class Scheduler:
             return self._end(request, "error", NOT_A_NUMBER)
         token = int(result.tokens[row])
         if request.is_refused(token):
-            return self._end(request, "error", REFUSED_TOKEN)
+            return self._end(request, "error", **refusal(request, self.table))
         if request.ahead:
             tokens, request.ahead = request.ahead, []
             self.stats.generated_tokens += len(tokens)
@@ -456,10 +456,10 @@ class Scheduler:
         self._close(request, reason)
         full.append(output_of(request, tokens, reason, stop_id, logprobs))
 
-    def _end(self, request: Request, reason: FinishReason, error: str = "", status: int = 500) -> None:
+    def _end(self, request: Request, reason: FinishReason, error: str = "", **more: Any) -> None:
         if not request.finish:
             self._close(request, reason)
-            self._ended.append(output_of(request, finish=reason, error=error, status=status))
+            self._ended.append(output_of(request, finish=reason, error=error, **more))
 
     def _close(self, request: Request, reason: FinishReason) -> None:
         request.finish = reason
