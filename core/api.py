@@ -22,7 +22,7 @@ from .errors import ConfigError, EngineStopped, Overloaded, RequestError
 from .messages import Logprobs, Submit, TextOutput, Watch, pack_ids, request_error, unpack_ids
 from .processes.detokenizer import DetokenizerState
 from .server.errors import validation_error
-from .server.protocol import SamplingFields, ShortText, TermFields, spellings
+from .server.protocol import CacheHintFields, SamplingFields, ShortText, TermFields, spellings
 from .server.terms import Caller, terms
 from .server.text_service import open_text
 from .server.validate import (
@@ -271,6 +271,10 @@ def _read_parameters(params: dict[str, Any]) -> Parameters:
         hint = "; logprobs=K gives the K best too" if name == "top_logprobs" else suggest(name, known)
         raise RequestError(f"unknown parameter {name!r}{hint}", param=name)
     fields = {name: _plain(value) for name, value in params.items()}
+    if isinstance(hints := fields.get("cache_hint"), dict):
+        for name in hints.keys() - (words := spellings(CacheHintFields)):
+            raise RequestError(f"cache_hint: unknown parameter {name!r}{suggest(str(name), words)}",
+                               param=f"cache_hint.{name}")
     if isinstance(bias := fields.get("logit_bias"), dict):
         fields["logit_bias"] = {str(token): value for token, value in bias.items()}
     try:

@@ -77,7 +77,7 @@ class CacheSettings:
     kv_cache_memory: str | None = setting(None, "memory for K and V, such as 4GiB, prefix cache included; by default a "
                                           "share of free memory, at most what running requests can use", unit="bytes")
     prefix_cache: bool = setting(True, "reuse K and V of prompts that share a prefix")
-    eviction_policy: str = setting("learned", "which cached pages go first when memory is short",
+    eviction_policy: str = setting("learned", "which cached pages go first when memory is short (docs/core.md)",
                                    choices=_eviction_policies)
     pin_share: float = setting(0.25, "largest share of the cache that pinned sessions may keep; 0 refuses pins",
                                least=0, most=1)

@@ -68,6 +68,7 @@ class EngineInfo:
     weight_bytes: int
     determinism: str
     policy: str
+    eviction_policy: str
     overlap: bool
     prefix_cache: bool
     max_top_logprobs: int
@@ -458,7 +459,8 @@ def _info(config: Config, loaded: startup.Loaded, seconds: float) -> EngineInfo:
         dtype=loaded.dtype, kv_dtype=sizes.state.dtype, page_size=sizes.page_size, pages=sizes.pages - 1,
         max_model_len=sizes.max_model_len, vocab_size=model.config.vocab_size, max_running=sizes.max_running,
         kv_bytes=sizes.pages * sizes.state.page_bytes(), weight_bytes=model.nbytes,
-        determinism=manifest.determinism, policy=config.scheduler.schedule_policy, overlap=loaded.overlap,
+        determinism=manifest.determinism, policy=config.scheduler.schedule_policy,
+        eviction_policy=config.cache.eviction_policy, overlap=loaded.overlap,
         prefix_cache=config.cache.prefix_cache, max_top_logprobs=manifest.max_top_logprobs,
         eos_ids=model.config.eos_ids, sampling_defaults=loaded.sampling, features=tuple(sorted(manifest.features)),
         report=tuple(model.report) + loaded.notes, load_seconds=seconds)

@@ -18,7 +18,9 @@ from .platform import FEATURES, LATER, SERVED, Manifest, Ops
 from .registry import RegistrationError
 
 FILE = "manifest.toml"
-TIERS = ("T0", "T1", "T2")  # of determinism, the strongest first
+# Of determinism, the strongest first.
+TIERS = {"T0": "a position has the same bits in every batch", "T1": "the same batch gives the same bits",
+         "T2": "logits are within tolerance of the reference's"}
 OPS = tuple(name for name in vars(Ops) if not name.startswith("_"))
 
 
@@ -160,7 +162,7 @@ def excess(claim: Claim, manifest: Manifest) -> list[str]:
                        ("rank", claim.rank)):
         if getattr(manifest, name) > most:
             found.append(f"{name}: {getattr(manifest, name)}, its file says {most}")
-    if TIERS.index(manifest.determinism) < TIERS.index(claim.determinism):
+    if manifest.determinism < claim.determinism:
         found.append(f"determinism: {manifest.determinism}, its file says {claim.determinism}")
     if manifest.interface != claim.interface:
         found.append(f"interface: {manifest.interface}, its file says {claim.interface}")
@@ -189,7 +191,8 @@ def lines(claim: Claim) -> list[tuple[str, str]]:
            ("computes in", ", ".join(claim.compute_dtypes)), ("K and V in", ", ".join(claim.kv_dtypes)),
            ("formats kept", ", ".join(claim.formats) or "none"),
            ("other formats", "expanded at load" if claim.expands else "refused"),
-           ("page sizes", ", ".join(map(str, claim.page_sizes))), ("determinism", claim.determinism),
+           ("page sizes", ", ".join(map(str, claim.page_sizes))),
+           ("determinism", f"{claim.determinism}: {TIERS[claim.determinism]}"),
            ("log-probabilities", f"of at most {claim.max_top_logprobs} tokens a position"),
            ("tensor parallelism", f"{claim.max_ranks} ranks" if claim.max_ranks > 1 else "none")]
     return out + _offers("op", OPS, claim.ops, claim.lacks) + _offers("feature", FEATURES, dict.fromkeys(

@@ -82,7 +82,9 @@ def test_logprobs_are_there_in_full(engine):
     ([[]], {}, r"prompt\[0\] is empty"), (["a", 5], {}, "mixes"),
     ([1, 2.5], {}, "integers only; got 2.5"), ([10**6], {}, "token id 1000000"),
     ("a", {"top_logprobs": 5}, "unknown parameter 'top_logprobs'; logprobs=K gives the K best too"),
-    ("a", {"topk": 5}, "unknown parameter 'topk'; did you mean top_k?"), ("a", {"logprobs": "5"}, "logprobs must be"),
+    ("a", {"topk": 5}, "unknown parameter 'topk'; did you mean top_k?"),
+    ("a", {"cache_hint": {"nxt_within": 3}}, "cache_hint: unknown parameter 'nxt_within'; did you mean next_within?"),
+    ("a", {"logprobs": "5"}, "logprobs must be"),
     ("a", {"logprobs": 21}, "logprobs must be less than or equal to 20; got 21"), ("a", {"n": 0}, "n must be"),
     ("a", {"temperature": 9}, "temperature must be"), ("a", {"stop_token_ids": [10**6]}, "token id 1000000")])
 def test_what_cannot_be_done_is_refused_in_words(engine, prompt, params, words):

@@ -254,6 +254,7 @@ def test_explain_prints_the_manifest_in_full_also_of_a_platform_that_cannot_run(
     for word in (*(f"op {op}" for op in manifests.OPS), *(f"feature {feature}" for feature in FEATURES)):
         assert rows[word].strip().startswith("yes"), word
     assert rows["library"].strip() == "torch, by pip install 'isthmus[cpu]'"
+    assert rows["determinism"].strip() == "T2: logits are within tolerance of the reference's"
     assert rows["op linear"].strip() == "yes, kept formats in bf16 only"
 
 

@@ -102,6 +102,7 @@ def test_every_policy_decides_the_same_again(tmp_path, policy, eviction):
     engine = make(tmp_path / "a", eviction=eviction, schedule_policy=policy if policy in POLICIES else "lpm")
     load(engine, 120, 3)
     engine.close()
+    assert engine.info.eviction_policy == eviction
     done = subprocess.run([sys.executable, "-m", "isthmus", "rerun", str(tmp_path / "a"), "--json"],
                           capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -316,7 +317,9 @@ def test_what_is_cut_off_is_told_and_what_is_broken_is_refused(tmp_path):
     (tmp_path / "d").write_bytes(data[:len(MAGIC)] + huge + CHECK.pack(zlib.crc32(huge)))
     with pytest.raises(RecordingError, match="2147483648 bytes"):
         rerun(tmp_path / "d")
-    for content, words in ((b"", "is empty"), (b"something else", "is no recording"), (MAGIC[:-1], "is no recording"),
+    for content, words in ((b"", "is empty"),
+                           (b"something else", "is no recording, which begins with the words 'isthmus recording': "),
+                            (MAGIC[:-1], "is no recording"),
                            (data[:len(MAGIC) + 4], "ends before its first step")):
         (tmp_path / "e").write_bytes(content)
         with pytest.raises(RecordingError, match=words):

@@ -1,6 +1,7 @@
 """Replay of traces: formats, small traces by hand, the peers, the optimum as a bound, latency by hand, the command."""
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import struct
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from isthmus.core.cache.eviction import EVICTION
 from isthmus.core.cli.main import main
 from isthmus.core.errors import ConfigError
+from isthmus.core.recording.file import MAGIC
 from isthmus.core.replay.cached import cached_blocks
 from isthmus.core.replay.formats import read_trace, write_binary, write_jsonl
 from isthmus.core.replay.latency import LATENCY_MODELS, LatencyModel, read_latency_model
@@ -25,6 +27,7 @@ from isthmus.core.replay.trace import Trace, TraceError, _chained, _numbered, ma
 
 COST = 15  # seconds
 HERE = Path(__file__).parent / "traces"
+AZURE = b"TIMESTAMP,ContextTokens,GeneratedTokens\n"
 
 
 def quiet(*_: object) -> None:
@@ -202,12 +205,35 @@ def test_binary_and_what_is_wrong_with_it(tmp_path):
                        (struct.pack("<4i", 0x4B56, 2**31 - 1, 64, 1), "the header says"),
                        (struct.pack("<4i", 0x4B56, 1, 0, 1) + data[16:], "blocks of 0 tokens"),
                        (b"\xff\xfe\x00", "neither a binary trace"), (b"", "is empty"),
+                       (gzip.compress(b"{}"), "packed by gzip: unpack it first"),
+                       (MAGIC + b"\x93\xff", "a recording of an engine's steps, no trace of requests: isthmus rerun "),
+                       (AZURE + b"1,2,x\n", "line 2: its GeneratedTokens is 'x', no number"),
+                       (AZURE + b"1,,2\n", "line 2: its ContextTokens is '', no number"),
+                       (AZURE + b"1,2\n", "line 2: its GeneratedTokens is None, no"),
                        (b"hello,world\n1,2\n", "TIMESTAMP")):
         (tmp_path / "bad").write_bytes(bad)
         with pytest.raises(TraceError, match=words):
             read_trace(tmp_path / "bad")
     with pytest.raises(TraceError, match="no such file"):
         read_trace(tmp_path / "none")
+
+
+@pytest.mark.parametrize(("text", "form"), [
+    ('{"timestamp": 0, "input_length": 600, "hash_ids": [1, 2]}', "blocks as Mooncake's traces have them"),
+    ('{"timestamp": 0, "input_length": 20, "chat_id": 1, "hash_ids": [1, 2]}', "blocks as Qwen's traces have them"),
+    ('{"t": 0, "blocks": [1], "block": 32}', "JSON lines of blocks"),
+    ('{"t": 0, "prompt": "hello"}', "JSON lines of prompts"),
+    ('{"turns": [["u", 80], ["a", 8]]}', "JSON lines of turns"),
+    (AZURE.decode() + "1,2,3", "Azure CSV"),
+    (None, "binary")])
+def test_it_is_said_what_a_file_was_taken_for(tmp_path, capsys, text, form):
+    file = tmp_path / "trace"
+    file.write_bytes((HERE / "agent.bin").read_bytes() if text is None else text.encode())
+    trace = read_trace(file)
+    assert trace.form.endswith(form) and trace.head(1).form == trace.form
+    assert main(["replay", str(file), "--policy", "lru", "--capacity", "50"]) == 0
+    said = f"trace, {trace.form}, blocks of {trace.block} tokens: {len(trace)} requests"
+    assert capsys.readouterr().out.startswith(said)
 
 
 def test_a_block_counts_with_all_before_it(tmp_path):
@@ -276,7 +302,7 @@ def test_plain_lines_of_tokens_texts_and_blocks(tmp_path):
     ('{"turns": 5}', "conversation 1: its turns are 5, no list"),
     ('{"turns": []}\n{"t": 0}', "conversation 2: it has no field turns"),
     ("\n".join(['{"turns": [["u", 2147483647]]}'] * 5), "request 5: more than 134,217,728 blocks"),
-    ("TIMESTAMP,ContextTokens,GeneratedTokens\n1,2,3\n1,99999999999,3", "line 3: its context is 99999999999"),
+    ("TIMESTAMP,ContextTokens,GeneratedTokens\n1,2,3\n1,99999999999,3", "line 3: its ContextTokens is 99999999999"),
     ("TIMESTAMP,ContextTokens,GeneratedTokens\n1", "line 2"),
     ("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "9" * 30 + ",2,3", r"request 1: the time is 1e\+30"),
     ("TIMESTAMP," + "x" * 200_000, "line 1: field larger")])

@@ -82,7 +82,7 @@ def test_hints(hint, session, expected):
     ({"cache_hint": {"end_of_session": True, "next_within": 3}, "session_id": "s"}, "cache_hint.next_within"),
     ({"cache_hint": {"single_shot": True}, "session_id": "s"}, "cache_hint.single_shot"),
     ({"cache_hint": {"single_shot": True, "next_within": 3}}, "cache_hint.single_shot"),
-    ({"ttft_target": -0.1}, "ttft_target"), ({"ttft_target": MAX_TTFT + 1}, "ttft_target"),
+    ({"ttft_target": 0}, "ttft_target"), ({"ttft_target": MAX_TTFT + 1}, "ttft_target"),
     ({"priority": 2**31}, "priority"), ({"priority": 1.5}, "priority"), ({"cache_salt": "x" * 2000}, "cache_salt")])
 def test_a_wrong_term_is_a_400_that_names_it(call, fields, param):
     answer, submits = post(call, **fields)
@@ -107,7 +107,8 @@ def test_headers_say_the_same_and_the_body_wins(call):
 
 
 @pytest.mark.parametrize("header,value", [
-    ("x-slo-ttft-ms", "soon"), ("x-slo-ttft-ms", "-5"), ("x-slo-ttft-ms", "nan"), ("x-slo-ttft-ms", "1e12"),
+    ("x-slo-ttft-ms", "soon"), ("x-slo-ttft-ms", "-5"), ("x-slo-ttft-ms", "0"),
+    ("x-slo-ttft-ms", "nan"), ("x-slo-ttft-ms", "1e12"),
     ("x-session-id", ""), ("x-session-id", "x" * (MAX_SESSION + 1))])
 def test_a_wrong_header_is_a_400_that_names_it(header, value):
     answer, submits = post(CHAT, headers={header: value})

@@ -153,6 +153,18 @@ def test_once_as_json(capsys):
     assert paths == ["/server_info", "/server_info"]
 
 
+def test_once_waits_for_numbers_newer_than_the_first_but_not_for_ever(capsys):
+    with stub(answer(), answer(), answer(), later()) as (address, paths):
+        _, out, _ = run_main(capsys, "--url", address, "--once", "--json", "--interval", "0.1")
+    assert json.loads(out)["generated_per_s"] == 150 and len(paths) == 4
+    with stub(answer()) as (address, paths):
+        code, out, _ = run_main(capsys, "--url", address, "--once", "--interval", "0.1")
+    assert code == 0 and "- generated" in out and "none has ended since" in out and len(paths) == 2 + top.NEWER
+    with stub(answer(none=True)) as (address, paths):
+        _, out, _ = run_main(capsys, "--url", address, "--once", "--interval", "0.1")
+    assert "gives no numbers" in out and len(paths) == 2
+
+
 def test_a_url_may_have_a_path_and_v1(capsys):
     with stub(answer(), later()) as (address, paths):
         assert run_main(capsys, "--url", f"http://{address}/deep/v1", "--once", "--interval", "0.1")[0] == 0

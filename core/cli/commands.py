@@ -65,6 +65,10 @@ default is the eviction policy of this engine; lru-leaf drops the least recently
 leaf whole, as SGLang does, lru-block single blocks, as vLLM does, and optimal knows the
 future (Belady). Formats of traces and latency models: docs/replay.md."""
 
+EXPLAIN = """\
+The exit code is 2 when these settings cannot work on this machine, such as a platform whose
+device is not here: then all that can be told is printed, with the problem at its end."""
+
 ENGINE = ("model", "platform", "parallel", "cache", "scheduler")
 ONE_USER = ("model", "revision", "dtype", "max_model_len", "chat_template", "platform", "platform_option",
             "kv_cache_memory")
@@ -100,7 +104,8 @@ COMMANDS = {c.name: c for c in (
         "isthmus replay trace.jsonl --latency h200 --plot hits.html",
         "isthmus replay trace.csv --convert trace.jsonl"), "TRACE [options]", (REPLAY,)),
     Command("explain", "print every setting, who set it and what follows from it", (*ENGINE, "server"), (
-        "isthmus explain --config server.yaml", "isthmus explain --platform cpu --json"), "[MODEL] [options]", (FILE,)),
+        "isthmus explain --config server.yaml", "isthmus explain --platform cpu --json"), "[MODEL] [options]",
+            (EXPLAIN, FILE)),
     Command("rerun", "run a recording of `serve --record` again, without its model and hardware", (), (
         "isthmus rerun steps.rec", "isthmus rerun steps.rec --until 4711", "isthmus rerun steps.rec --bisect",
         "isthmus rerun steps.rec --against other.rec"), "FILE [options]", (RERUN,)),

@@ -151,8 +151,10 @@ def _text(report: dict[str, Any]) -> str:
     results = report["results"]
     capacities = list(dict.fromkeys((r["capacity"], r["capacity_unit"]) for r in results))
     heads = [f"{c:,} %" if unit == "percent" else f"{c:,} tok" for c, unit in capacities]
-    lines = [f"{report['trace']}: {report['requests']:,} requests, {report['input_tokens']:,} prompt tokens, of which "
-             f"{report['working_set_tokens']:,} different; {report['seconds']:,.0f} s",
+    lines = [f"{report['trace']}, {report['form']}, blocks of {report['block_tokens']} tokens: "
+             f"{report['requests']:,} requests in {report['seconds']:,.0f} s",
+             f"{report['input_tokens']:,} prompt tokens; {report['working_set_tokens']:,} different ones in whole "
+             "blocks",
              f"an endless cache would hit {report['token_hit_rate_of_endless_cache']:.1%}; default is "
              f"{report['default_policy']}"
              + (f"; {report['hinted_requests']:,} requests are hinted to end" if report["hinted_requests"] else ""),

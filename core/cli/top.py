@@ -16,6 +16,7 @@ from .backends import RemoteBackend, own_key
 from .banner import base_url
 
 ANSWER_S = 10.0    # how long an answer may take
+NEWER = 10         # readings that `--once` waits for a number newer than its first
 HISTORY = 60       # readings behind a sparkline
 WIDTH, LABEL = 24, 12
 BARS, ASCII_BARS = " ▁▂▃▄▅▆▇█", " .:-=+*#@"
@@ -25,7 +26,7 @@ OWNERS = {"requests": "requests", "cache_used": "cache in use", "cache_idle": "c
 
 @dataclass(frozen=True)
 class Figures:
-    """One page. Rates are over the time since the reading before, None where there is none; times in seconds.
+    """One page. Rates are over the time since the reading before, None where nothing newer came; times in seconds.
 
     hit_rate: of the last requests. step: mean time of a step by part.
     """
@@ -93,10 +94,11 @@ class Source:
             pass
         raise ConfigError(f"--url {self.url}: this is no Isthmus server, it has no /server_info with numbers")
 
-    def pages(self, patient: bool = False) -> Iterator[Figures | str]:
+    def pages(self, patient: bool = False, newer: int = 0) -> Iterator[Figures | str]:
         """A page each `interval`; instead of one, why there is none, as long as a server that was there is away.
 
-        The first comes after two readings. patient: wait also for a server that has never answered.
+        The first comes after two readings, and up to `newer` more while the engine is in a step and has no other
+        numbers. patient: wait also for a server that has never answered.
         """
         before: dict[str, Any] | None = None
         while True:
@@ -108,10 +110,19 @@ class Source:
                     raise
                 yield error.message
             else:
-                if before is not None:
-                    yield figures(self.url, before, now)
-                before = now
+                if before is not None and newer and _at(before) == _at(now) and now["stats"]:
+                    newer -= 1
+                else:
+                    if before is not None:
+                        newer = 0
+                        yield figures(self.url, before, now)
+                    before = now
             time.sleep(max(0.0, began + self.interval - time.monotonic()))
+
+
+def _at(answer: Mapping[str, Any]) -> tuple[float, float]:
+    """When the server was started, and when the engine gave these numbers."""
+    return answer["started"], answer["time"]
 
 
 def figures(url: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> Figures:
@@ -137,7 +148,7 @@ def figures(url: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> Figu
 
 def _print(source: Source, once: bool, as_json: bool) -> None:
     """Page after page, for a pipe."""
-    for page in source.pages():
+    for page in source.pages(newer=NEWER if once else 0):
         if isinstance(page, str):
             if once:
                 raise RequestError(page, status=502)
@@ -196,7 +207,7 @@ def lines(page: Figures, speeds: deque[float] | None = None, plain: bool = False
         row("" if i else "pages", f"{OWNERS.get(owner, owner):14}{_bar(count / total if total else 0, plain)} "
                                   f"{_share(count / total if total else 0)}  {_number(count)}")
     if page.step is None:
-        row("step", "none since the last reading")
+        row("step", "none since the last reading" if not page.running else "none has ended since the last reading")
     else:
         whole = sum(page.step.values())
         row("step", f"{whole * 1e3:.2f} ms, {_rate(page.steps_per_s)} a second")

@@ -250,4 +250,5 @@ def _other_kind(path: Path, begin: bytes) -> str:
         theirs, ours = (text.removeprefix(KIND).strip().decode("ascii", "replace") for text in (begin, MAGIC))
         return (f"{path} is a recording of form {theirs}, this version of Isthmus reads form {ours}: run it again with "
                 "the version that made it")
-    return f"{path} is no recording: it does not begin with {MAGIC!r}"
+    return (f"{path} is no recording, which begins with the words {KIND.decode().strip()!r}: `isthmus serve --record "
+            "FILE` writes one, and a trace of requests is for `isthmus replay`")

@@ -7,6 +7,7 @@ import json
 import os
 import struct
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,14 @@ import numpy as np
 
 from ..errors import shown
 from ..files import open_regular
+from ..recording.file import KIND as RECORDING
 from .trace import MAX_TOKENS, Trace, TraceError, make_trace
 
 Row = tuple[float, int, int, object, Any, bool]
 
 MAGIC = 0x4B56
 MAX_BYTES = 4 << 30
+PACKED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd", b"PK\x03\x04": "zip"}
 BLOCK = 16                                # tokens in a block where a trace gives tokens or texts
 BLOCKS = (512, 16, 64, 32, 128, 256, 1)   # sizes that are tried where a trace gives hashes only
 TEXT_BYTES = 4                            # bytes of a text that count as a token
@@ -39,7 +42,12 @@ def read_trace(path: Path, block: int | None = None, seed: int = 0) -> Trace:
     """
     data = _bytes(path)
     if data[:4] == struct.pack("<i", MAGIC):
-        return _read_binary(path, data)
+        return replace(_read_binary(path, data), form="binary")
+    if data.startswith(RECORDING):
+        raise TraceError(f"{path}: a recording of an engine's steps, no trace of requests: isthmus rerun {path}")
+    for begin, packer in PACKED.items():
+        if data.startswith(begin):
+            raise TraceError(f"{path}: it is packed by {packer}: unpack it first")
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -49,7 +57,7 @@ def read_trace(path: Path, block: int | None = None, seed: int = 0) -> Trace:
     if head == "{":
         return _read_jsonl(path, text, block, seed)
     if head:
-        return _read_azure(path, text, block)
+        return replace(_read_azure(path, text, block), form="Azure CSV")
     raise TraceError(f"{path}: the file is empty")
 
 
@@ -123,13 +131,19 @@ def _read_azure(path: Path, text: str, block: int | None) -> Trace:
         for row in reader:
             at = (row[names["timestamp"]] or "").strip()
             seconds = float(at) if at.replace(".", "", 1).isdigit() else datetime.fromisoformat(at[:26]).timestamp()
-            tokens, out = (_count(int(row[names[name]]), what) for name, what in (
-                ("contexttokens", "its context"), ("generatedtokens", "its output")))
+            tokens, out = (_counted(row[names[name]], names[name].strip())
+                           for name in ("contexttokens", "generatedtokens"))
             rows.append((seconds, tokens, out, "", range(number, number + tokens // size), False))
             number += tokens // size
     except (ValueError, AttributeError, TypeError, OverflowError, OSError, csv.Error) as error:
         raise TraceError(f"{path}: line {reader.line_num}: {error}") from error
     return make_trace(path.name, size, rows)
+
+
+def _counted(text: str | None, column: str) -> int:
+    if not text or not text.strip().isdecimal():
+        raise ValueError(f"its {column} is {shown(text)}, no number of tokens")
+    return _count(int(text), f"its {column}")
 
 
 def _read_jsonl(path: Path, text: str, block: int | None, seed: int) -> Trace:
@@ -143,12 +157,16 @@ def _read_jsonl(path: Path, text: str, block: int | None, seed: int) -> Trace:
             if not isinstance(rows[-1], dict):
                 raise TraceError(f"{path}: line {line} is no object: {part[:60]!r}")
     if "turns" in rows[0]:
-        return _conversations(path, rows, block or BLOCK, seed)
+        return replace(_conversations(path, rows, block or BLOCK, seed), form="JSON lines of turns")
     if any(name in rows[0] for name in _HASHES):
         size = block or _stated(path, rows) or (_block_size(path, rows) if "hash_ids" in rows[0] else BLOCK)
-        return make_trace(path.name, size, _each(path, rows, lambda row: _hashed(row, size)))
-    size = block or _stated(path, rows) or BLOCK
-    return make_trace(path.name, size, _each(path, rows, lambda row: _spelled(row, size)))
+        form, trace = "blocks", make_trace(path.name, size, _each(path, rows, lambda row: _hashed(row, size)))
+        if "hash_ids" in rows[0]:
+            form = f"blocks as {'Qwen' if 'chat_id' in rows[0] else 'Mooncake'}'s traces have them"
+    else:
+        size = block or _stated(path, rows) or BLOCK
+        form, trace = "prompts", make_trace(path.name, size, _each(path, rows, lambda row: _spelled(row, size)))
+    return replace(trace, form=f"JSON lines of {form}")
 
 
 def _each(path: Path, rows: list[dict], convert: Callable[[dict], Any], what: str = "request") -> Iterator[Any]:

@@ -81,7 +81,7 @@ def replay(trace: Trace, order: Order, progress: Progress) -> dict[str, Any]:
     results = [_one(trace, order, capacity, policy, ends, progress)
                for capacity in order.capacities for policy in order.policies]
     seen = np.minimum(trace.seen_before() * trace.block, trace.inputs)
-    return {"trace": trace.name, "requests": len(trace), "block_tokens": trace.block,
+    return {"trace": trace.name, "requests": len(trace), "form": trace.form, "block_tokens": trace.block,
             "input_tokens": int(trace.inputs.sum()), "working_set_tokens": trace.working_set,
             "seconds": float(trace.arrival[-1]), "token_hit_rate_of_endless_cache": _share(seen, trace.inputs),
             "hint_endings": order.hint_endings, "hinted_requests": int(ends.sum()), "seed": order.seed,

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -24,6 +24,7 @@ class Trace:
     arrival: seconds, float64 [n]. inputs, outputs: tokens, int64 [n]. starts: int64 [n + 1], where a request's blocks
     begin in `blocks`: int32, numbers 0, 1, ... of whole prefixes, so that equal numbers mean equal text up to there.
     Only whole blocks of `block` tokens are named. hinted: what the trace itself says of endings, bool [n].
+    form: what the file was taken for, for people.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Trace:
     starts: np.ndarray
     blocks: np.ndarray
     hinted: np.ndarray
+    form: str = ""
 
     def __len__(self) -> int:
         return len(self.arrival)
@@ -56,7 +58,7 @@ class Trace:
         """The first `count` requests."""
         rows = ((float(self.arrival[i]), int(self.inputs[i]), int(self.outputs[i]), "", self.request(i),
                  bool(self.hinted[i])) for i in range(min(count, len(self))))
-        return make_trace(self.name, self.block, rows)
+        return replace(make_trace(self.name, self.block, rows), form=self.form)
 
     @cached_property
     def next_use(self) -> np.ndarray:

@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 STATUS_CODES = {400: "invalid_request", 401: "invalid_api_key", 404: "not_found", 405: "method_not_allowed",
                 408: "request_timeout", 413: "request_too_large", 415: "unsupported_media_type", 429: "overloaded",
-                431: "headers_too_large", 503: "unavailable"}
+                431: "headers_too_large", 503: "unavailable", 504: "timeout"}
 ABORTED = "aborted"
 ENGINE_DEAD = "engine_dead"
 STOPPING = "server_stopping"

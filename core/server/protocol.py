@@ -183,7 +183,7 @@ class TermFields(Body):
     cache_salt: ShortText | None = Field(None, validation_alias=AliasChoices("cache_salt", "extra_key"))
     session_id: str | None = Field(None, min_length=1, max_length=MAX_SESSION)
     cache_hint: CacheHintFields | None = None
-    ttft_target: float | None = Field(None, ge=0, le=MAX_TTFT)
+    ttft_target: float | None = Field(None, gt=0, le=MAX_TTFT)
 
 
 class RequestFields(SamplingFields, TermFields):
