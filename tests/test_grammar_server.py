@@ -24,6 +24,7 @@ FORMS = {
     "json_object": ({"response_format": {"type": "json_object"}}, "json_object", ""),
     "json_schema": ({"response_format": {"type": "json_schema", "json_schema": {
         "name": "x", "schema": SCHEMA, "strict": True}}}, "json_schema", TEXT),
+    "json_object_schema": ({"response_format": {"type": "json_object", "schema": SCHEMA}}, "json_schema", TEXT),
     "structural_tag": ({"response_format": TAGS}, "structural_tag", json.dumps(TAGS)),
     "vllm_json": ({"structured_outputs": {"json": SCHEMA}}, "json_schema", TEXT),
     "vllm_json_text": ({"structured_outputs": {"json": TEXT}}, "json_schema", TEXT),
@@ -47,6 +48,7 @@ FORMS = {
 WRONG = [
     ({"response_format": {"type": "yaml"}}, "response_format.type"), ({"response_format": "json"}, "response_format"),
     ({"response_format": {}}, "response_format.type"),
+    ({"response_format": {"type": "json_object", "schema": 5}}, "response_format.schema"),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
     ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_format.json_schema"),
     ({"response_format": {"type": "json_schema", "json_schema": {"schema": 5}}}, "response_format.json_schema.schema"),
@@ -141,12 +143,37 @@ def test_answers_follow_the_schema(server, stream, path):
     ({"guided_json": {"$ref": "#/nowhere"}}, "guided_json", "nowhere"),
     ({"guided_regex": "(a"}, "guided_regex", "unclosed group"), ({"guided_regex": "(?=a)"}, "guided_regex", "look-"),
     ({"guided_grammar": "root ::= foo"}, "guided_grammar", "foo"),
+    ({"guided_regex": "((((((a{10}){10}){10}){10}){10}){10}){10}"}, "guided_regex", "too complex"),
+    ({"guided_choice": ["a" * 300_000]}, "guided_choice", "guided_choice has 300004 bytes"),
     ({"structural_tag": {**TAGS, "triggers": ["<g"]}}, "structural_tag", "begins with no trigger")])
 def test_what_cannot_be_honoured_is_400_with_the_keyword(server, body, param, word, stream):
     status, data = ask(server, {**body, "stream": stream})
     error = json.loads(data)["error"]
     assert (status, error["param"], error["code"]) == (400, param, "invalid_grammar") and word in error["message"]
     assert ask(server, {"max_tokens": 2})[0] == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_turns_out_too_complex_is_the_clients_fault(server, stream):
+    """After twelve letters its text is forced without end, which no mask before it shows."""
+    status, data = ask(server, {"structured_outputs": {"grammar": 'root ::= [a-y]{12} inner\ninner ::= "a" inner'},
+                                "stream": stream})
+    if stream:
+        assert status == 200
+        data = next(line[6:] for line in data.split(b"\n\n") if b'"error"' in line)
+    else:
+        assert status == 400
+    error = json.loads(data)["error"]
+    assert (error["type"], error["param"], error["code"]) == (
+        "invalid_request_error", "structured_outputs.grammar", "invalid_grammar")
+    assert "structured_outputs.grammar: it became too complex to follow at token" in error["message"]
+    assert "logit_bias" not in error["message"]
+
+
+def test_the_endless_ends_with_length(server):
+    status, data = ask(server, {"guided_grammar": 'root ::= "a" root', "max_tokens": 20})
+    choice = json.loads(data)["choices"][0]
+    assert (status, choice["finish_reason"], set(choice["message"]["content"])) == (200, "length", {"a"})
 
 
 def test_the_limit_of_tokens_is_told_and_the_text_is_a_beginning(server):

@@ -40,12 +40,15 @@ IGNORED = {"user": "u", "store": True, "metadata": {"a": "b"}, "service_tier": "
            "response_format": {"type": "text"},
            "web_search_options": {}, "stream_options": {"include_obfuscation": False}, "session_id": "s",
            "separate_reasoning": True, "include_reasoning": True, "request_id": "r", "unheard_of": [1, {"a": None}],
-           "tools": [], "functions": [], "guided_json": None, "lora_path": "", "suffix": ""}
+           "tools": [], "functions": [], "guided_json": None, "lora_path": "", "suffix": "", "typical_p": 1.0,
+           "no_repeat_ngram_size": 0, "length_penalty": 1, "top_n_sigma": -1, "echo": False, "best_of": 1}
 REFUSED = {"tools": [{"type": "function", "function": {"name": "f"}}], "functions": [{"name": "f"}],
            "tool_choice": "required", "bad_words": ["x"], "allowed_token_ids": [1], "logits_processors": ["x"],
            "custom_logit_processor": "x", "lora_path": "x", "prompt_logprobs": -1, "truncate_prompt_tokens": 5,
            "modalities": ["text", "audio"], "suffix": "x", "stop_regex": "a", "use_beam_search": True,
-           "chat_template": "x", "prompt_embeds": "gASV", "documents": [{"text": "x"}]}
+           "chat_template": "x", "prompt_embeds": "gASV", "documents": [{"text": "x"}], "no_repeat_ngram_size": 3,
+           "typical_p": 0.9, "top_a": 0.2, "xtc_probability": 0.5, "length_penalty": 0.8, "logit_processors": ["x"],
+           "dry_multiplier": 0.8, "mirostat": 2, "top_n_sigma": 1}
 
 
 @pytest.fixture
@@ -104,6 +107,17 @@ def test_what_would_be_ignored_but_matters_is_refused_by_name(made, http, path, 
     error = response.json()["error"]
     assert response.status_code == 400 and error["param"] == key and error["code"] == "unsupported_parameter"
     assert not made.client.submits
+
+
+@pytest.mark.parametrize("field", [{"echo": True}, {"best_of": 3}, {"typical_p": "x"}])
+def test_chat_has_no_echo_and_no_best_of(made, http, field):
+    error = chat(http, **field).json()["error"]
+    assert error["code"] == "unsupported_parameter" and {error["param"]} == field.keys() and not made.client.submits
+
+
+def test_sampling_of_others_is_refused_inside_sampling_params(made, http):
+    sent = {"text": "a", "sampling_params": {"max_new_tokens": 2, "top_a": 0.5}}
+    assert http.post("/generate", json=sent).json()["error"]["param"] == "top_a" and not made.client.submits
 
 
 def test_tools_that_must_not_be_used_change_nothing(made, http):

@@ -86,9 +86,10 @@ def spellings(model: type[Body]) -> frozenset[str]:
 def read(model: type[AnyBody], data: bytes) -> AnyBody:
     """A request from its bytes; raises the 400 that names the first fault."""
     fields = parse_object(data)
-    refuse_unsupported(fields)
+    known = spellings(model)
+    refuse_unsupported(fields, known)
     if isinstance(fields.get("sampling_params"), dict):
-        refuse_unsupported(fields["sampling_params"])
+        refuse_unsupported(fields["sampling_params"], known)
     try:
         body = model.model_validate(fields)
     except ValidationError as error:
@@ -107,13 +108,15 @@ def lookalikes(fields: dict[str, Any], model: type[Body]) -> dict[str, str]:
     """Unknown fields that look like one of the model's or like a sampling parameter -> that one."""
     known, found = spellings(model), {}
     plain = {word.replace("_", ""): word for word in (*known, *spellings(SamplingFields))}
-    unknown = [name for name in fields if name not in known and name not in REFUSED and fields[name] is not None]
+    unknown = [name for name in fields if name not in known and name not in REFUSED and name not in NEUTRAL
+               and fields[name] is not None]
     for name in unknown[:MAX_UNKNOWN]:
         word = closest(name.replace("_", "").replace("-", ""), plain, 0.8) if len(name) < 40 else None
         meant = FOREIGN.get(name) or (word and plain[word])
         if meant:
             found[name] = meant if meant in known else f"sampling_params.{meant}" if "sampling_params" in known else ""
-    for field, kind in (("sampling_params", SamplingFields), ("cache_hint", CacheHintFields)):
+    for field, kind in (("sampling_params", SamplingFields), ("cache_hint", CacheHintFields),
+                        ("stream_options", StreamOptions)):
         if field in known and isinstance(fields.get(field), dict):
             found |= {f"{field}.{name}": f"{field}.{meant}" for name, meant in lookalikes(fields[field], kind).items()}
     return {name: meant for name, meant in found.items() if meant}
@@ -267,17 +270,30 @@ REFUSED: dict[str, str] = {
     "prompt_logprobs": "is not supported; use /v1/completions with echo and logprobs",
 }
 
+# Parameters of other servers and endpoints that change an output -> the value that changes nothing.
+NEUTRAL: dict[str, float | bool] = {
+    "no_repeat_ngram_size": 0, "encoder_no_repeat_ngram_size": 0, "encoder_repetition_penalty": 1, "length_penalty": 1,
+    "diversity_penalty": 0, "penalty_alpha": 0, "guidance_scale": 1, "num_beams": 1, "typical_p": 1, "typical": 1,
+    "tfs": 1, "tfs_z": 1, "top_a": 0, "epsilon_cutoff": 0, "eta_cutoff": 0, "xtc_probability": 0, "dry_multiplier": 0,
+    "dynatemp_range": 0, "smoothing_factor": 0, "mirostat": 0, "mirostat_mode": 0, "top_n_sigma": -1, "nsigma": 0,
+    "logit_processors": False, "watermark": False, "best_of": 1, "echo": False}
+
 
 def _wanted(value: Any) -> bool:
     """Does this value of an optional field ask for something? 0 does where a number is meant."""
     return value is not None and value is not False and value not in ("", [], {})
 
 
-def refuse_unsupported(body: dict[str, Any]) -> None:
-    """A 400 that names the first field which would be ignored although it asks for something."""
+def refuse_unsupported(body: dict[str, Any], known: frozenset[str] = frozenset()) -> None:
+    """A 400 that names the first field which would be ignored although it asks for something. known: fields that the
+    endpoint has, whatever others make of them."""
     for field in REFUSED.keys() & body.keys():
         if _wanted(body[field]) and not (field == "tools" and tools_are_off(body)):
             raise RequestError(f"{field} {REFUSED[field]}", param=field, code="unsupported_parameter")
+    for field in (NEUTRAL.keys() & body.keys()) - known:
+        if _wanted(body[field]) and body[field] != NEUTRAL[field]:
+            raise RequestError(f"{field} is not supported here; leave it out", param=field,
+                               code="unsupported_parameter")
     choice = body.get("tool_choice")
     if choice not in (None, "none", "auto"):
         raise RequestError(f"tool_choice other than none {LATER}", param="tool_choice", code="unsupported_parameter")

@@ -44,7 +44,10 @@ def _response_format(form: dict[str, Any]) -> Iterator[GrammarSpec]:
     if kind == "text":
         return
     if kind == "json_object":
-        yield GrammarSpec("json_object", "", "response_format")
+        # With a schema it is what others write for json_schema.
+        schema = form.get("schema")
+        yield (GrammarSpec("json_object", "", "response_format") if schema is None
+               else _read("json", "response_format.schema", schema))
     elif kind == "json_schema":
         outer = form.get("json_schema")
         if not isinstance(outer, dict) or outer.get("schema") is None:
