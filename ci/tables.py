@@ -43,7 +43,7 @@ run them |
 the vendor's own package declares; no device has run them |
 | verified on (device, date) | they pass on that device |
 | unsupported (reason) | the platform says that it does not do this, and why |
-| unverified | the platform claims it, and nothing has shown it |
+| unverified | the platform claims it, and nothing has shown it: no run, or none since its law is there |
 
 Where cases failed, **failed** stands in their place, also for a failure that the platform's ledger expects. "Expanded"
 formats are read, and held in the type that the model computes in. Speed, memory, captured graphs of a real device and
@@ -74,7 +74,8 @@ def page() -> str:
         name = strongest(data["jobs"], by_job)
         return word(data["jobs"][name], reports.get(name, {}), section, row, by_job[name], counts=False)
 
-    about = "With the number of cases that passed, where others are unsupported or were not run.\n"
+    about = ("\"28 of 36\" is no failure: 28 of the row's 36 cases passed, and the platform declares the others "
+             "unsupported, or they were not run.\n\nEach column is a run; wide tables are for looking a cell up.\n")
     return INTRO + cells.markdown(known, best) + "\n".join([
         "\n## What each claims\n", _claims(), "\n## Quantized checkpoints that every platform reads\n", _schemes(),
         "\n## Where it was run\n", _runs(data, reports),

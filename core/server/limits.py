@@ -154,7 +154,8 @@ class Bodies:
             await self._receive(request, parts)
             media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
             if media != "application/json" and not media.endswith("+json"):
-                raise RequestError(f"Content-Type is {media or 'missing'!r}; send application/json", status=415)
+                said = f"is {media!r}" if media else "is missing"
+                raise RequestError(f"Content-Type {said}; send application/json", status=415)
             parts[:] = [b"".join(parts)]
             yield parts[0]
         finally:
