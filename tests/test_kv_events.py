@@ -2,8 +2,10 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -210,6 +212,24 @@ def test_the_stream_adds_up_to_what_is_cached(streaming):
     subscriber.catch_up()
     assert subscriber.blocks == cached(core.cache)
     assert core.cache.evicted_pages > 0 and subscriber.topics == {b"kv@a@b"} and subscriber.cleared >= 2
+
+
+def test_the_subscriber_of_the_documentation(streaming, addresses, capsys):
+    page = (Path(__file__).parents[1] / "docs" / "observability.md").read_text()
+    code = next(part for part in page.split("```python\n")[1:] if "subscribe" in part).partition("```")[0]
+    code = code.replace("tcp://127.0.0.1:5557", addresses[0]).replace("while True:", "for _ in range(2):")
+    follows = threading.Thread(target=exec, args=(code, {}), daemon=True)
+    follows.start()
+    core, _ = streaming
+    for i in range(int(SOON * 50)):
+        submit(core, "hello", [1 + i % 9, 2, 3, 4, 5, 6, 7, 8], max_tokens=1)
+        run(core)
+        core._publisher.attach(core.cache)
+        core.command("ping")
+        follows.join(0.02)
+        if not follows.is_alive():
+            break
+    assert " BlockStored [" in capsys.readouterr().out and not follows.is_alive()
 
 
 def test_a_gap_is_filled_from_the_replay_socket(streaming):
