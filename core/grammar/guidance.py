@@ -44,7 +44,7 @@ ASCII = {"d": "[0-9]", "D": "[^0-9]", "w": "[0-9A-Za-z_]", "W": "[^0-9A-Za-z_]",
 _INSIDE = re.compile(r"\Aat \d+\(\d+\): |\n *\d+ \| start: .*\Z", re.DOTALL)  # of an error's words: the grammar around
 # Characters and rules. Compiling takes longer with the square of them, a few tenths of a second with so many.
 MAX_REGEX, MAX_GRAMMAR, MAX_RULES = 8192, 16_384, 400
-MASKS = 4  # that are tried when a grammar is compiled: some are too complex from the second on
+MASKS = 2  # that are tried when a grammar is compiled: some are too complex from the second on
 TRIES = 48  # parts of a schema that are looked at for what is wrong in it
 ENDLESS = '%llguidance {"no_forcing": true}\n'  # for a text that is forced without end
 # In GBNF, a repetition at the end of a group that is repeated itself. The library would lose the group's brackets.
@@ -167,14 +167,15 @@ class Guidance(GrammarBackend):
     def _try(self, first: Guided) -> str:
         """What is wrong with some masks along one way; "" for nothing."""
         matcher, row = first.clone(), np.zeros(-(-self.vocabulary.size // 32), np.uint32)
+        matcher.clone().fill(row)  # what is too complex may come out once
         for _ in range(MASKS):
-            matcher.clone().fill(row)  # what is too complex may come out once
             matcher.fill(row)
-            tokens = [token for token in np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")).tolist()
-                      if token not in self.vocabulary.eos]
-            if tokens and not matcher.accept(tokens[len(tokens) // 2]) or not row.any():
+            bits = np.unpackbits(row.view(np.uint8), bitorder="little")
+            bits[list(self.vocabulary.eos)] = 0
+            tokens = bits.nonzero()[0]
+            if len(tokens) and not matcher.accept(tokens.item(len(tokens) // 2)) or not row.any():
                 return matcher.state.get_error() or "NoExtensionBias"
-            if not tokens or matcher.is_complete():
+            if not len(tokens) or matcher.is_complete():
                 break
         return ""
 
