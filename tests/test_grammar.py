@@ -239,7 +239,9 @@ def test_a_matcher_in_a_bad_way_allows_nothing(backend):
     ("json_schema", '{"type": "integer", "multipleOf": 2147483647}', "$: it is too complex"),
     ("json_schema", '{"properties": {"z": {"$ref": "#/$defs/a"}}, "$defs": {"a": {"multipleOf": 0}}}',
      "(in #/$defs/a)"),
-    ("json_schema", '{"properties": {"z": {"maxLength": -3}}}', "$.properties.z"),
+    ("json_schema", '{"properties": {"z": {"maxLength": -3}}}', "$.properties.z: a whole number"),
+    ("structural_tag", '{"structures": [{"begin": "<a>"}, {"begin": "<b>", "schema": {"items": {"multipleOf": 0}}}], '
+     '"triggers": ["<"]}', "structures[1].schema: $.items: multipleOf must"),
     ("json_schema", '{"enum": []}', "nsatisfiable"),
     ("json_schema", '{"prefixItems": [{"$ref": "https://example.com/a"}]}',
      "$.prefixItems[0]: $ref 'https://example.com/a' leads to another document"),
@@ -253,7 +255,8 @@ def test_a_matcher_in_a_bad_way_allows_nothing(backend):
     ("regex", "((((((a{10}){10}){10}){10}){10}){10}){10}", "it is too complex"),
     ("regex", "a{1000000}", "it is too complex"),
     ("grammar", "root ::= missing", "missing"), ("grammar", "nothing", ""), ("structural_tag", "{}", "structures"),
-    ("structural_tag", '{"structures": [{"begin": "<a>", "schema": {"not": {}}}], "triggers": ["<"]}', "not"),
+    ("structural_tag", '{"structures": [{"begin": "<a>", "schema": {"not": {}}}], "triggers": ["<"]}',
+     "structures[0].schema: $: the keyword not"),
     ("structural_tag", '{"structures": [{"begin": "<a>"}], "triggers": []}', "triggers"),
     ("novel", "", "novel")], ids=lambda v: v[:40])
 def test_what_cannot_be_honoured_is_refused_in_words(backend, kind, source, words):
@@ -267,7 +270,8 @@ def test_what_cannot_be_honoured_is_refused_in_words(backend, kind, source, word
 
 
 @pytest.mark.parametrize(("kind", "source"), [
-    ("regex", "a*" * 4000), ("grammar", "\n" * 16000), ("grammar", "\n" * 16000 + 'root ::= "a"'),
+    ("regex", "a*" * 4000), ("grammar", "root ::= " + "[" * 16000),
+    ("grammar", "\n" * 16000), ("grammar", "\n" * 16000 + 'root ::= "a"'),
     ("regex", "((a{1,100}){1,100}){1,100}"), ("regex", "(a|b|ab)*" * 300), ("regex", "(" * 5000 + "a" + ")" * 5000),
     ("grammar", "root ::= " + "(" * 3000 + '"a"' + ")" * 3000), ("grammar", 'root ::= root root | "a"'),
     ("grammar", "\n".join(f'r{i} ::= r{i + 1} r{i + 1} | "a"' for i in range(2000)) + '\nr2000 ::= "b"\nroot ::= r0'),

@@ -26,7 +26,7 @@ from .contract import (
     Matcher,
 )
 from .schema import NAMED, check, parts, spell_out
-from .tags import tags_to_lark
+from .tags import read_tags, tags_to_lark
 from .vocabulary import Vocabulary
 from .words import TOO_COMPLEX, in_words, of_gbnf, reason
 
@@ -48,7 +48,7 @@ MASKS = 2  # that are tried when a grammar is compiled: some are too complex fro
 TRIES = 48  # parts of a schema that are looked at for what is wrong in it
 ENDLESS = '%llguidance {"no_forcing": true}\n'  # for a text that is forced without end
 # In GBNF, a repetition at the end of a group that is repeated itself. The library would lose the group's brackets.
-_REPEATED = re.compile(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|#[^\n]*|([*+?}])(?=\s*\)[\s)]*[*+?{])', re.DOTALL)
+_REPEATED = re.compile(r'"(?:\\.?|[^"\\])*"?|\[(?:\\.?|[^\]\\])*\]?|#[^\n]*|([*+?}])(?=\s*\)[\s)]*[*+?{])', re.DOTALL)
 SPELLED, MAX_SPELLED = 4096, 512  # texts whose tokens are kept, and how long they are
 MAX_THREADS, ROWS = 8, 128  # that fill masks together, at the cost of more processor time; rows that are worth it
 
@@ -153,13 +153,22 @@ class Guidance(GrammarBackend):
                 raise
             raise GrammarError(in_words(str(error))) from error
         if state.is_error():
-            words = reason(state)
-            if kind == "json_schema":
-                words = f"{self._place(check(source), words)}: {words}"
-            elif kind == "grammar" and "::=" in source:
-                words = of_gbnf(words)
-            raise GrammarError(_INSIDE.sub("", words) if kind == "regex" else words)
+            raise GrammarError(self._in_place(kind, source, reason(state)))
         return Guided(state, self.vocabulary.spells)
+
+    def _in_place(self, kind: str, source: str, words: str) -> str:
+        """What the library says of a source, with the place in what the client sent."""
+        if kind == "json_schema":
+            return f"{self._place(check(source), words)}: {words}"
+        if kind == "structural_tag":
+            for i, (_, schema, _) in enumerate(read_tags(source)[0]):
+                state = self._of_schema(schema)
+                if state.is_error():
+                    words = reason(state)
+                    return f"structures[{i}].schema: {self._place(schema, words)}: {words}"
+        if kind == "grammar" and "::=" in source:
+            return of_gbnf(words)
+        return _INSIDE.sub("", words) if kind == "regex" else words
 
     def _begin(self, grammar: str) -> llguidance.LLMatcher:
         return llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
@@ -192,9 +201,12 @@ class Guidance(GrammarBackend):
                 left -= left > 0
         return place
 
+    def _of_schema(self, schema: dict[str, Any]) -> llguidance.LLMatcher:
+        return self._begin(llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=JSON))
+
     def _refuses(self, schema: dict[str, Any], words: str) -> bool:
         try:
-            state = self._begin(llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=JSON))
+            state = self._of_schema(schema)
         except (ValueError, RecursionError):
             return False
         return state.is_error() and reason(state) == words

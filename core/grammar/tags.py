@@ -55,7 +55,11 @@ def read_tags(source: str) -> tuple[list[tuple[str, Any, str]], list[str]]:
         if not any(each["begin"].startswith(trigger) for trigger in triggers):
             raise GrammarError(f"{place}.begin {each['begin'][:100]!r} begins with no trigger, so that it would never "
                                "be enforced")
-        found.append((each["begin"], check(json.dumps(each.get("schema", {}))), each.get("end", "")))
+        try:
+            schema = check(json.dumps(each.get("schema", {})))
+        except GrammarError as error:
+            raise GrammarError(f"{place}.schema: {error.message}") from None
+        found.append((each["begin"], schema, each.get("end", "")))
     return found, triggers
 
 

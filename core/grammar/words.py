@@ -18,12 +18,16 @@ WORDS = {
     r"Failed to generate regex for (?:float|integer) range.*":
         "minimum and maximum are too far apart to be enforced, or have too many digits",
     r"Expected f64 for": "a number is needed for",
-    r".*(?:fuel exhausted|precomputation failed|[Tt]oo many (?:items|expressions|states)|[Gg]rammar too (?:big|large)"
-    r"|max_grammar_size).*": TOO_COMPLEX,
+    r"Expected positive integer for": "a whole number from 0 on, within 64 bits, is needed for",
+    r"Unknown format: (.*)": r"the format \1 cannot be enforced; leave it out",
+    r"lookarounds not supported yet; \w+ in regex": r"\\b and anchors in the middle are not supported:",
     r"Failed to convert the grammar from GBNF to Lark: ": "",
     r"\s+while processing json-schema:///(#\S*)": r" (in \1)",
+    r"string index out of range": "it ends within an escape",
     r"maximum recursion depth exceeded": "its brackets are nested too deeply",
 }
+_LIMIT = re.compile(r"fuel exhausted|precomputation failed|[Tt]oo many (items|expressions|states)|max_grammar_size|"
+                    r"[Gg]rammar too (big|large)")
 # Of the Lark that a grammar in GBNF was converted to: places, lines of it, and what points into them.
 _CONVERTED = re.compile(r"\A(?:at )?\d+\(\d+\): |\n *\d+ \|.*|\n *\^(?=\n|\Z)")
 
@@ -37,6 +41,8 @@ def reason(state: Any) -> str:
 def in_words(text: str) -> str:
     """What the library says, said anew where it speaks of itself."""
     text = text.partition("<non-verbose/>")[0]
+    if _LIMIT.search(text):
+        return TOO_COMPLEX
     for theirs, ours in WORDS.items():
         text = re.sub(theirs, ours, text, flags=re.DOTALL)
     return cut(text.strip(), 500)
