@@ -305,6 +305,23 @@ def test_a_recording_with_grammars_runs_again_without_them(core, tmp_path, monke
         assert {name: outcome.stats[name] for name in same} == {name: stats[name] for name in same}
 
 
+@pytest.mark.parametrize("overlap", [True, False])
+def test_what_became_too_complex_runs_again(core, tmp_path, overlap, monkeypatch):
+    engine = core(record=str(tmp_path / "recording"), overlap=overlap)
+    for i in range(3, 11):
+        grammar = f'root ::= [a-y]{{{i}}} [k-y] inner\ninner ::= "a" inner'
+        submit(engine, f"r{i}", "grammar", grammar, temperature=1.0, seed=i)
+    submit(engine, "good", "regex", "[a-z]{20}")
+    found, stats = run(engine), engine.stats()
+    engine.close()
+    assert found.pop("good")[1:] == ("stop", "") and {finish for _, finish, _ in found.values()} == {"error"}
+    assert {error.partition(" at")[0] for _, _, error in found.values()} == {"it: it became too complex to follow"}
+    monkeypatch.setattr("isthmus.core.engine.Library", None)
+    outcome = rerun(tmp_path / "recording")
+    assert not outcome.broken and not outcome.cut, outcome.broken
+    assert outcome.stats["finish_reasons"] == stats["finish_reasons"]
+
+
 @pytest.mark.parametrize("floor", [0.0, 0.5])
 def test_what_happens_while_a_grammar_is_compiled_runs_again(core, tmp_path, monkeypatch, floor):
     """A recording has no grammar that is being compiled: no call may read the clock by whether there is one."""
