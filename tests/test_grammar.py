@@ -429,6 +429,15 @@ def test_the_library_keeps_what_is_asked_for_again_and_no_more(monkeypatch):
     library.close()
 
 
+def test_what_is_forgotten_is_compiled_anew():
+    library, spec = make_library(), GrammarSpec("regex", "ab")
+    first = library.ask(spec).result()
+    for _ in range(2):
+        library.forget(spec)
+    assert not library._kept and library._bytes == 0
+    assert library.ask(spec).result() is not first and library.compiled == 2
+
+
 def test_a_backend_that_is_not_installed_says_how(monkeypatch):
     monkeypatch.setitem(library_module.PACKAGES, "other", ".no_such_module")
     with pytest.raises(IsthmusError, match="other is not installed: .*pip install other"):

@@ -305,6 +305,16 @@ def test_a_recording_with_grammars_runs_again_without_them(core, tmp_path, monke
         assert {name: outcome.stats[name] for name in same} == {name: stats[name] for name in same}
 
 
+def test_who_asks_for_a_grammar_that_failed_gets_a_fresh_one(core):
+    """The library's matchers of one grammar share what has come to its limit."""
+    engine = core()
+    for seed in range(3):
+        submit(engine, "bad", "grammar", 'root ::= [a-y]{5} [k-y] inner\ninner ::= "a" inner', temperature=1.0, seed=seed)
+        submit(engine, "good", "choice", '["yes", "no"]')
+        assert {id: finish for id, (_, finish, _) in run(engine).items()} == {"bad": "error", "good": "stop"}
+    assert engine.grammars.compiled == 3 + 1
+
+
 @pytest.mark.parametrize("overlap", [True, False])
 def test_what_became_too_complex_runs_again(core, tmp_path, overlap, monkeypatch):
     engine = core(record=str(tmp_path / "recording"), overlap=overlap)

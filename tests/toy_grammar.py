@@ -84,5 +84,8 @@ class ToyLibrary:
         future.set_result(self.backend.compile(spec.kind, spec.source))
         return future
 
+    def forget(self, spec: GrammarSpec) -> None:
+        """Nothing is kept."""
+
     def close(self) -> None:
         """Nothing is open."""

@@ -50,6 +50,11 @@ class Library:
             self._bytes -= len(self._kept.popitem(last=False)[0][1])
         return future
 
+    def forget(self, spec: GrammarSpec) -> None:
+        """Compile it anew when it is asked for again: matchers of one grammar may share what has come to a limit."""
+        if self._kept.pop((spec.kind, spec.source), None) is not None:
+            self._bytes -= len(spec.source)
+
     @property
     def backend(self) -> GrammarBackend:
         """The backend, made at its first use: a token trie of the vocabulary takes a moment."""

@@ -137,6 +137,8 @@ class Masks:
                 said[i] = request.stuck
             elif request.ahead and request.matcher.is_complete():
                 said[i] = COMPLETE
+            if said[i] >= FAILED:
+                self._grammars.forget(request.params.grammar)
         return said.tobytes()
 
     def _fill(self, requests: list[Request], bits: np.ndarray, live: list[int]) -> list[int]:
