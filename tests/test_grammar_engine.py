@@ -309,7 +309,8 @@ def test_who_asks_for_a_grammar_that_failed_gets_a_fresh_one(core):
     """The library's matchers of one grammar share what has come to its limit."""
     engine = core()
     for seed in range(3):
-        submit(engine, "bad", "grammar", 'root ::= [a-y]{5} [k-y] inner\ninner ::= "a" inner', temperature=1.0, seed=seed)
+        endless = 'root ::= [a-y]{5} [k-y] inner\ninner ::= "a" inner'
+        submit(engine, "bad", "grammar", endless, temperature=1.0, seed=seed)
         submit(engine, "good", "choice", '["yes", "no"]')
         assert {id: finish for id, (_, finish, _) in run(engine).items()} == {"bad": "error", "good": "stop"}
     assert engine.grammars.compiled == 3 + 1
