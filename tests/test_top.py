@@ -8,6 +8,7 @@ import pty
 import re
 import select
 import signal
+import socketserver
 import subprocess
 import sys
 import threading
@@ -18,7 +19,7 @@ from dataclasses import asdict
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-from isthmus.core.cli import top
+from isthmus.core.cli import backends, top
 from isthmus.core.cli.main import main
 from isthmus.core.cli.top import Figures, figures, lines, sparkline
 from isthmus.core.errors import RequestError
@@ -232,6 +233,113 @@ def test_without_unicode_bars_are_ascii(monkeypatch):
     assert not top._can_draw()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="utf-8"))
     assert top._can_draw()
+
+
+# ---- whoever answers there is not trusted
+
+ESCAPES = "\x1b]0;pwn\x07\x1b[2J\x9b1m\nhealthy"
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n\r\n"
+
+
+@contextmanager
+def sender(*pieces: bytes, last: bytes = b""):
+    """A server that answers with these bytes, and then with `last`, slowly, until it is left (or for ever)."""
+    over = threading.Event()
+
+    class Handler(socketserver.BaseRequestHandler):
+        def handle(self):
+            self.request.recv(65536)
+            with suppress(OSError):
+                for piece in pieces:
+                    self.request.sendall(piece)
+                while last and not over.wait(0.05):
+                    self.request.sendall(last)
+
+    server = socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    try:
+        yield f"127.0.0.1:{server.server_address[1]}"
+    finally:
+        over.set()
+        server.shutdown()
+        server.server_close()
+
+
+def without(field: str) -> dict:
+    return {name: value for name, value in answer().items() if name != field}
+
+
+def with_text(path: str) -> dict:
+    """Something else than a number there."""
+    found = json.loads(json.dumps(answer()))
+    *outer, name = path.split(".")
+    place = found
+    for part in outer:
+        place = place[part]
+    place[name] = "x"
+    return found
+
+
+@pytest.mark.parametrize("found", [
+    *map(without, ("served_model_name", "time", "started", "health", "info", "stats", "pages", "step_seconds")),
+    *map(with_text, ("time", "started", "health", "health.ok", "info", "stats", "stats.running", "stats.steps",
+                     "stats.finish_reasons", "stats.finish_reasons.stop", "stats.hit_rate_total", "pages",
+                     "pages.free", "step_seconds", "step_seconds.device")),
+    answer(time=float("nan")), answer(time=0), answer(started=1e308), answer(steps=10**30), answer(running=True),
+    answer(waiting=[]), answer() | {"served_model_name": None}, None, "x", 5,
+    answer() | {"pages": dict.fromkeys(map(str, range(99)), 1)}])
+def test_an_answer_of_another_shape_is_no_server_of_ours(capsys, found):
+    with sender(HEAD, json.dumps(found).encode()) as address:
+        for words in ([], ["--json"]):
+            code, out, err = run_main(capsys, "--url", address, "--once", "--interval", "0.1", *words)
+            assert code == 2 and "this is no Isthmus server" in err and len(err.splitlines()) == 1 and not out
+
+
+@pytest.mark.parametrize("body", [b"", b"[" * 100_000, b"\xff\x00", b'{"stats":' + b"9" * 5000 + b"}", b"<html>"])
+def test_what_is_no_json_is_no_server_of_ours(capsys, body):
+    with sender(HEAD, body) as address:
+        code, out, err = run_main(capsys, "--url", address, "--once", "--interval", "0.1")
+    assert code == 2 and "this is no Isthmus server" in err and len(err.splitlines()) == 1 and not out
+
+
+def test_an_answer_without_end_is_read_to_a_limit(capsys, monkeypatch):
+    monkeypatch.setattr(backends, "MAX_ANSWER", 10_000)
+    with sender(HEAD, b" " * 20_000, last=b" ") as address:
+        code, _, err = run_main(capsys, "--url", address, "--once", "--interval", "0.1")
+    assert code == 2 and "answers with more than 10000 bytes" in err
+
+
+@pytest.mark.parametrize("sent", [HEAD, HEAD.replace(b"\r\n\r\n", b"\r\nContent-Length: 1000000\r\n\r\n"), HEAD[:30]])
+def test_an_answer_that_drips_is_left(capsys, monkeypatch, sent):
+    """Also one whose head does: each byte comes in time."""
+    monkeypatch.setattr(top, "ANSWER_S", 0.5)
+    with sender(sent, last=b" ") as address:
+        code, _, err = run_main(capsys, "--url", address, "--once", "--interval", "0.1")
+    assert code == 2 and f"{address} gave no whole answer in 0.5 s" in err
+
+
+def test_names_of_a_server_steer_no_terminal(capsys):
+    odd = {"served_model_name": ESCAPES, "info": {"platform": ESCAPES}, "health": {"ok": False, "reason": ESCAPES},
+           "pages": {ESCAPES: 1}}
+    before = answer() | odd | {"step_seconds": {ESCAPES: 0.1}}
+    with stub(before, later() | odd | {"step_seconds": {ESCAPES: 0.2}}) as (address, _):
+        for words in ([], ["--json"]):
+            code, out, _ = run_main(capsys, "--url", address, "--once", "--interval", "0.1", *words)
+            assert code == 0 and "pwn" in out and all(c.isprintable() for c in out.replace("\n", ""))
+            assert not any(line.startswith("healthy") for line in out.splitlines())
+    for status in (500, 401, 404):
+        body = json.dumps({"error": {"message": ESCAPES}}).encode()
+        with sender(HEAD.replace(b"200 OK", b"%d NO" % status), body) as address:
+            said = next(top.Source(address, None, 0.1).pages(patient=True)) if status == 500 else ""
+            code, _, err = run_main(capsys, "--url", address, "--once", "--interval", "0.1")
+        assert code == 2 and all(c.isprintable() or c == "\n" for c in err + said)
+
+
+def test_numbers_that_do_not_agree_fill_no_memory():
+    page = figures("http://x", answer(), later() | {"pages": {"free": 2**62, "requests": 1 - 2**62},
+                                                    "step_seconds": {"device": 0.0, "new": 1e15}})
+    assert set(page.step) == {"device"} and max(map(len, lines(page, deque([0.0, 1.0])))) < 200
 
 
 # ---- with a real server

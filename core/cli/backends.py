@@ -9,7 +9,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from ..config import Config
-from ..errors import ConfigError, RequestError
+from ..errors import ConfigError, RequestError, printable
 from ..settings import Resolved, list_settings
 from .sampling import check_options
 from .session import end_children, fetch, in_thread, make_local_client, platform_warning
@@ -26,6 +26,7 @@ Message = dict[str, str]
 Prompt = str | Sequence[Message]
 
 RESPONSE_TIMEOUT_S = 600
+MAX_ANSWER = 2**24  # bytes of a whole answer, and of one event of a stream
 TOO_LONG = "context_length_exceeded"
 NO_TLS = ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "RECORD_LAYER_FAILURE")  # an SSLError's words for plain HTTP
 NO_TEMPLATE = ("no chat template", "must provide a chat template")  # as servers put it
@@ -166,7 +167,7 @@ class RemoteBackend:
             raise ConfigError(f"{self.address} has no model {self.model}; it serves {', '.join(served[:8])}")
         self.model = self.model or served[0]
         self.can_chat = await in_thread(self._has_template)
-        self.name = f"{self.model} at {self.address}"
+        self.name = printable(f"{self.model} at {self.address}")
 
     async def load(self, progress: Any) -> None:
         """The server has loaded it."""
@@ -249,18 +250,59 @@ class RemoteBackend:
         if response.status != 200:
             text = response.read(100_000).decode(errors="replace")
             known = _error(text)
-            raise RequestError(known.get("message") or text.strip()[:500]
-                               or f"{self.address} answered {response.status}", status=response.status,
-                               code=known.get("code"))
+            raise RequestError(printable(str(known.get("message") or text.strip()[:500]
+                                             or f"{self.address} answered {response.status}")),
+                               status=response.status, code=known.get("code"))
         return response
 
     def get_json(self, method: str, path: str, body: Any = None) -> Any:
-        """The JSON of a whole answer."""
-        connection = self._connect()
+        """The JSON of a whole answer, for which the server has `timeout` seconds, and `MAX_ANSWER` bytes.
+
+        Raises `ValueError` for what is no JSON.
+        """
+        with self._one_answer() as connection:
+            data = self._request(connection, method, path, body).read(MAX_ANSWER + 1)
+        if len(data) > MAX_ANSWER:
+            raise self._too_much()
         try:
-            return json.loads(self._request(connection, method, path, body).read())
+            return json.loads(data)
+        except RecursionError:
+            raise ValueError("it nests too deeply") from None
+
+    @contextlib.contextmanager
+    def _one_answer(self) -> Iterator[Any]:
+        """A connection that ends after `timeout` seconds: one that gets a byte now and then would last for ever."""
+        connection, late = self._connect(), threading.Event()
+        try:
+            connection.connect()
+        except (OSError, http.client.HTTPException) as error:
+            raise self._unreachable(error) from None
+        sock = connection.sock  # an answer without a length takes it from the connection
+
+        def end() -> None:
+            late.set()
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+
+        timer = threading.Timer(self.timeout, end)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield connection
+        except (OSError, http.client.HTTPException) as error:
+            if not late.is_set():
+                raise self._unreachable(error) from None
+        except ValueError:  # a refusal, or what comes of a connection that was cut
+            if not late.is_set():
+                raise
         finally:
+            timer.cancel()
             connection.close()
+        if late.is_set():
+            raise RequestError(f"{self.address} gave no whole answer in {self.timeout:g} s", status=504)
+
+    def _too_much(self) -> RequestError:
+        return RequestError(f"{self.address} answers with more than {MAX_ANSWER} bytes at once", status=502)
 
     def _models(self) -> list[str]:
         try:
@@ -284,7 +326,10 @@ class RemoteBackend:
 
     def _events(self, connection: Any, path: str, body: Any) -> Any:
         """The JSON of each server-sent event up to [DONE]; comments and other fields are skipped."""
-        for line in self._request(connection, "POST", path, body):
+        response = self._request(connection, "POST", path, body)
+        while line := response.readline(MAX_ANSWER + 1):
+            if len(line) > MAX_ANSWER:
+                raise self._too_much()
             data = line.decode().removeprefix("data:").strip() if line.startswith(b"data:") else ""
             if data == "[DONE]":
                 return
@@ -292,7 +337,8 @@ class RemoteBackend:
                 event = json.loads(data)
                 if "error" in event:
                     known = _error(data)
-                    raise RequestError(known.get("message") or data[:500], status=500, code=known.get("code"))
+                    raise RequestError(printable(str(known.get("message") or data[:500])), status=500,
+                                       code=known.get("code"))
                 yield event
 
 
@@ -300,7 +346,7 @@ def _error(text: str) -> dict[str, Any]:
     """What is inside OpenAI's error envelope; {} for anything else."""
     try:
         found = json.loads(text)["error"]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {"message": str(found)}
 

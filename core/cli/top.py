@@ -10,15 +10,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..errors import ConfigError, RequestError
+from ..errors import ConfigError, RequestError, cut, printable
 from ..settings import Resolved
 from .backends import RemoteBackend, own_key
 from .banner import base_url
+from .server_info import problem
 
 ANSWER_S = 10.0    # how long an answer may take
 NEWER = 10         # readings that `--once` waits for a number newer than its first
 HISTORY = 60       # readings behind a sparkline
 WIDTH, LABEL = 24, 12
+MAX_LINE = 2000    # characters
 BARS, ASCII_BARS = " ▁▂▃▄▅▆▇█", " .:-=+*#@"
 OWNERS = {"requests": "requests", "cache_used": "cache in use", "cache_idle": "cache idle", "free": "free",
           "quarantine": "quarantine"}
@@ -85,14 +87,17 @@ class Source:
         """What the server says now."""
         try:
             found = self._server.get_json("GET", self._server.root_path + "/server_info")
-            if found["stats"] is not None and found["time"] and found["info"] is not None:
-                return found
+            wrong = problem(found)
         except RequestError as error:
             if error.status != 404:
                 raise
-        except (ValueError, LookupError, TypeError):  # something else than this API answers
-            pass
-        raise ConfigError(f"--url {self.url}: this is no Isthmus server, it has no /server_info with numbers")
+            wrong = "there is none"
+        except ValueError as error:  # something else than this API answers
+            wrong = str(error)
+        if wrong:
+            raise ConfigError(f"--url {self.url}: this is no Isthmus server, it has no /server_info with numbers that "
+                              f"are known here: {wrong}")
+        return found
 
     def pages(self, patient: bool = False, newer: int = 0) -> Iterator[Figures | str]:
         """A page each `interval`; instead of one, why there is none, as long as a server that was there is away.
@@ -136,14 +141,14 @@ def figures(url: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> Figu
 
     steps = stats.get("steps", 0) - old.get("steps", 0)
     parts, earlier = now["step_seconds"], before["step_seconds"]
-    step = {name: (parts[name] - earlier[name]) / steps for name in parts} if steps > 0 and earlier else None
+    step = {name: (parts[name] - earlier[name]) / steps for name in parts if name in earlier} if steps > 0 else {}
     known = bool(stats)
     return Figures(
         url, now["served_model_name"], str(info.get("platform", "")), time.time() - now["started"],
         now["health"]["ok"], now["health"]["reason"], stats.get("running"), stats.get("waiting"),
         sum(stats["finish_reasons"].values()) if "finish_reasons" in stats else None, stats.get("preemptions"),
         rate("generated_tokens"), rate("prompt_tokens"), rate("steps"), stats.get("hit_rate_window"),
-        stats.get("hit_rate_total"), (now["pages"] or None) if known else None, step)
+        stats.get("hit_rate_total"), (now["pages"] or None) if known else None, step or None)
 
 
 def _print(source: Source, once: bool, as_json: bool) -> None:
@@ -186,7 +191,14 @@ def _can_draw() -> bool:
 
 
 def lines(page: Figures, speeds: deque[float] | None = None, plain: bool = False) -> list[str]:
-    """A page for people. speeds: generated tokens/s so far, oldest first, drawn when given."""
+    """A page for people. speeds: generated tokens/s so far, oldest first, drawn when given.
+
+    What the server calls things steers no terminal, and each is on one line.
+    """
+    return [cut(printable(line.replace("\n", "?")), MAX_LINE) for line in _lines(page, speeds, plain)]
+
+
+def _lines(page: Figures, speeds: deque[float] | None, plain: bool) -> list[str]:
     state = "healthy" if page.ok else f"NOT HEALTHY: {page.reason}"
     place = f"{page.model} on {page.platform or 'no platform yet'} at {page.url}"
     found = [f"{place}, up {_duration(page.uptime)}, {state}"]
@@ -197,7 +209,7 @@ def lines(page: Figures, speeds: deque[float] | None = None, plain: bool = False
     if page.running is None:
         row("engine", "it gives no numbers now: it loads, or is gone")
         return found
-    row("requests", f"{page.running} running, {page.waiting} waiting, {_number(page.finished)} finished, "
+    row("requests", f"{page.running} running, {_number(page.waiting)} waiting, {_number(page.finished)} finished, "
                     f"{_number(page.preemptions)} preempted")
     row("tokens/s", f"{_rate(page.generated_per_s)} generated, {_rate(page.prompt_per_s)} of prompts"
                     + (f"  {sparkline(speeds, plain)}" if speeds else ""))
@@ -225,7 +237,7 @@ def sparkline(values: deque[float], plain: bool = False) -> str:
 
 
 def _bar(share: float, plain: bool) -> str:
-    full = round(share * WIDTH)
+    full = round(min(max(share, 0.0), 1.0) * WIDTH)  # numbers of a page need not agree
     return ("#" if plain else "█") * full + ("." if plain else "░") * (WIDTH - full)
 
 
