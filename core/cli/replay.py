@@ -83,6 +83,8 @@ def _order(arguments: argparse.Namespace) -> Any:
     from ..replay.trace import MAX_TOKENS
     from ..scheduler.policy import POLICIES
     names = [n.strip() for part in arguments.policy or [",".join(COMPARED)] for n in part.split(",") if n.strip()]
+    if not names:
+        raise ConfigError("--policy names none")
     check_policies(names)
     if arguments.schedule_policy not in POLICIES.names():
         raise ConfigError(f"--schedule-policy {arguments.schedule_policy} is not one of {', '.join(POLICIES)}")

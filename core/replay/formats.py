@@ -194,6 +194,12 @@ def _stated(path: Path, rows: list[dict]) -> int | None:
 def _block_size(path: Path, rows: list[dict]) -> int:
     """The size at which every request's tokens fill its hashes, the last perhaps in part."""
     told = [(row.get("input_length"), row.get("hash_ids")) for row in rows[:1000]]
+    for number, (tokens, _) in enumerate(told, 1):
+        if tokens is not None:
+            try:
+                _count(tokens, "its input")
+            except ValueError as error:
+                raise TraceError(f"{path}: request {number}: {error}") from None
     if all(type(tokens) is int and isinstance(hashes, list) for tokens, hashes in told):
         for size in BLOCKS:
             if all(-(-tokens // size) == len(hashes) for tokens, hashes in told):
@@ -256,10 +262,10 @@ def _spelled(row: dict, size: int) -> Row:
         data, step = prompt.encode("utf-8", "surrogatepass"), size * TEXT_BYTES
         tokens = -(-len(data) // TEXT_BYTES)
     else:
-        ids = np.array(_listed(prompt, {int}, "its tokens"), np.int64)
-        if len(ids) and not 0 <= ids.min() <= ids.max() < MAX_TOKENS:
-            raise ValueError(f"its tokens go from {ids.min()} to {ids.max()}, from 0 to {MAX_TOKENS - 1} are allowed")
-        data, step, tokens = ids.astype("<i4").tobytes(), size * 4, len(prompt)
+        if _listed(prompt, {int}, "its tokens") and not 0 <= min(prompt) <= max(prompt) < MAX_TOKENS:
+            raise ValueError(f"its tokens go from {shown(min(prompt))} to {shown(max(prompt))}, from 0 to "
+                             f"{MAX_TOKENS - 1} are allowed")
+        data, step, tokens = np.array(prompt, "<i4").tobytes(), size * 4, len(prompt)
     blocks = [data[i * step:(i + 1) * step] for i in range(tokens // size)]
     return (_seconds(row), tokens, _count(_field(row, _OUTPUTS, 1), "its output"), str(row.get("namespace", "")),
             blocks, _ends(row))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import yaml
 
-from ..errors import ConfigError
+from ..errors import ConfigError, shown
 from ..suggest import suggest
 
 
@@ -44,6 +44,9 @@ LATENCY_MODELS = {
 }
 
 
+MOST = {"max_running": 2**16, "chunk": 2**30}  # of what the scheduler has places for
+
+
 def read_latency_model(name: str) -> LatencyModel:
     """A built-in one, or a YAML or JSON file with its fields. Raises `ConfigError` that names the field."""
     if name in LATENCY_MODELS:
@@ -65,6 +68,8 @@ def read_latency_model(name: str) -> LatencyModel:
         if key not in names:
             raise ConfigError(f"--latency {name}: there is no {key}{suggest(str(key), names)}")
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf") \
-                or not value and key in ("prefill_tokens_per_s", "max_running", "chunk"):
-            raise ConfigError(f"--latency {name}: {key} is {value!r}, no number above 0")
-    return LatencyModel(**{k: int(v) if k in ("max_running", "chunk") else float(v) for k, v in given.items()})
+                or not value and key == "prefill_tokens_per_s" or value < 1 and key in MOST:
+            raise ConfigError(f"--latency {name}: {key} is {shown(value)}, no number above 0")
+        if key in MOST and value > MOST[key]:
+            raise ConfigError(f"--latency {name}: {key} is {shown(value)}, at most {MOST[key]} is possible")
+    return LatencyModel(**{k: int(v) if k in MOST else float(v) for k, v in given.items()})

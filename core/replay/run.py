@@ -16,7 +16,7 @@ from ..suggest import suggest
 from .cached import cached_blocks
 from .latency import LatencyModel
 from .peers import PEERS, Tick
-from .served import Served, serve
+from .served import Served, check_lengths, serve
 from .trace import Trace
 
 DEFAULT = "default"  # stands for what `--eviction-policy` is unless it is set
@@ -75,8 +75,10 @@ def replay(trace: Trace, order: Order, progress: Progress) -> dict[str, Any]:
     """Everything there is to say, as plain data; `results` has one entry for each policy and capacity.
 
     Rates are shares of all prompt tokens: `token_hit_rate` over all requests, the first among them too, and
-    `token_hit_rate_window` over the last 1,000.
+    `token_hit_rate_window` over the last 1,000. Raises `TraceError` for a request too long to be served.
     """
+    if order.model is not None:
+        check_lengths(trace, order.model)
     ends = hinted(trace, order.hint_endings, order.seed)
     results = [_one(trace, order, capacity, policy, ends, progress)
                for capacity in order.capacities for policy in order.policies]

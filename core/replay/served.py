@@ -18,9 +18,11 @@ from ..scheduler.scheduler import Scheduler
 from .cached import ENDS
 from .latency import LatencyModel
 from .peers import Tick
-from .trace import Trace
+from .trace import Trace, TraceError
 
 FOREVER = 1e12
+MAX_LENGTH = 2**22  # tokens of a prompt and its output
+MAX_TABLE = 2**31   # tokens that the scheduler has places for: the longest request as often as requests run at once
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,16 @@ class _Clients:
         self.first[who] = np.where(self.count[who] > 0, self.first[who], now)
         self.last[who] = now
         self.count[who] += 1
+
+
+def check_lengths(trace: Trace, model: LatencyModel) -> None:
+    """Raises `TraceError` that names the longest request when the scheduler has no place for it."""
+    lengths = trace.inputs + trace.outputs
+    longest, most = int(lengths.argmax()), min(MAX_LENGTH, MAX_TABLE // (model.max_running + 1))
+    if lengths[longest] > most:
+        raise TraceError(f"{trace.name}: request {longest + 1} by arrival: a prompt of {trace.inputs[longest]} tokens "
+                         f"and an output of {trace.outputs[longest]} are more than the {most} together that --latency "
+                         f"runs with max_running {model.max_running}: take it out, or leave --latency out")
 
 
 def serve(trace: Trace, capacity: int, tick: Tick, policy: str, ends: np.ndarray, model: LatencyModel,
