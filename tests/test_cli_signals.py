@@ -16,7 +16,9 @@ from .effort import SOON, until
 
 COST = 45  # seconds
 
-START = "import sys; from isthmus.core.cli.main import main; print('-', flush=True); sys.exit(main())"
+# Whoever runs the tests in the background ignores SIGINT, and what it starts does so too.
+START = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); " \
+        "from isthmus.core.cli.main import main; print('-', flush=True); sys.exit(main())"
 MOMENTS = (0, 0.05, 0.12, 0.3, 0.7, 1.5)  # seconds after the entry point is there
 NULL = ("--platform", "null")
 
