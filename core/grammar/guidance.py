@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -45,7 +46,7 @@ _INSIDE = re.compile(r"\Aat \d+\(\d+\): |\n *\d+ \| start: .*\Z", re.DOTALL)  # 
 # Characters and rules. Compiling takes longer with the square of them, a few tenths of a second with so many.
 MAX_REGEX, MAX_GRAMMAR, MAX_RULES = 8192, 16_384, 400
 MASKS = 2  # that are tried when a grammar is compiled: some are too complex from the second on
-TRIES = 48  # parts of a schema that are looked at for what is wrong in it
+SEARCH = 0.2  # seconds of a thread's own time in which the part of a schema that is wrong is looked for
 ENDLESS = '%llguidance {"no_forcing": true}\n'  # for a text that is forced without end
 # In GBNF, a repetition at the end of a group that is repeated itself. The library would lose the group's brackets.
 _REPEATED = re.compile(r'"(?:\\.?|[^"\\])*"?|\[(?:\\.?|[^\]\\])*\]?|#[^\n]*|([*+?}])(?=\s*\)[\s)]*[*+?{])', re.DOTALL)
@@ -190,15 +191,11 @@ class Guidance(GrammarBackend):
 
     def _place(self, schema: dict[str, Any], words: str) -> str:
         """Of the smallest part of a schema that is refused in these words, as far as it is found soon."""
-        common, part, place, left = {name: schema[name] for name in NAMED[2:] if name in schema}, schema, "$", TRIES
-        found: tuple[dict[str, Any], str] | None = schema, "$"
-        while found and words != TOO_COMPLEX:
-            (part, place), found = found, None
-            for below, where in parts(part, place):
-                if left and self._refuses({**common, **below}, words):
-                    found = below, where
-                    break
-                left -= left > 0
+        common = {name: schema[name] for name in NAMED[2:] if name in schema}
+        until, place, within = time.thread_time() + SEARCH, "$", parts(schema, "$")
+        while words != TOO_COMPLEX and time.thread_time() < until and (found := next(within, None)):
+            if self._refuses({**common, **found[0]}, words):
+                place, within = found[1], parts(*found)
         return place
 
     def _of_schema(self, schema: dict[str, Any]) -> llguidance.LLMatcher:
