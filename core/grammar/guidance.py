@@ -245,6 +245,8 @@ class Guidance(GrammarBackend):
         _check_length(source, MAX_GRAMMAR)
         rules = source.count("::=")
         if not rules:
+            if "%json" in source and re.search(r"multipleOf|\\u", source):
+                raise GrammarError("multipleOf inside of %json is not supported; send the schema by itself")
             return llguidance.LLMatcher.grammar_from_lark(head + source)
         if rules > MAX_RULES:
             raise GrammarError(f"the grammar has {rules} rules, at most {MAX_RULES} are allowed")

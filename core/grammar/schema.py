@@ -8,8 +8,10 @@ alone); ECMA-262 (white space in patterns).
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator
+from decimal import Decimal
 from typing import Any
 
 from ..errors import shown
@@ -20,6 +22,7 @@ MAX_VALUES = 20_000
 # Of one schema; compiling takes longer with the square of each, a few tenths of a second with so many.
 MOST = {"properties": 1000, "patternProperties": 48, "allOf": 256, "anyOf": 1024, "oneOf": 512, "enum": 10_000}
 COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
+MAX_MULTIPLE = 10_000  # of `multipleOf`, zeros at the end left out; some above a million take minutes
 MAX_PATTERN = 4096  # characters
 REFUSED = ("not", "if", "then", "else", "contains", "minContains", "maxContains", "uniqueItems", "propertyNames",
            "dependentRequired", "dependentSchemas", "dependencies", "unevaluatedProperties", "unevaluatedItems",
@@ -56,7 +59,7 @@ def check(source: str) -> Any:
         return {}
     if schema is False:
         raise GrammarError("the schema is false: nothing satisfies it")
-    count = 0
+    count, multiple = 0, 1
     stack: list[tuple[dict[str, Any], str, int]] = [(schema, "$", 0)]
     while stack:
         part, place, depth = stack.pop()
@@ -64,6 +67,11 @@ def check(source: str) -> Any:
         if depth > MAX_DEPTH or count > MAX_VALUES:
             raise GrammarError(f"the schema is too large: {MAX_DEPTH} levels and {MAX_VALUES} keywords are allowed")
         _make_exact(part, place)
+        multiple = math.lcm(multiple, _digits(part.get("multipleOf")))
+        if multiple > MAX_MULTIPLE:
+            raise GrammarError(f"{place}: multipleOf {shown(part['multipleOf'])} cannot be enforced, alone or with "
+                               "others of the schema: their common multiple, without zeros at its end, must be at most "
+                               f"{MAX_MULTIPLE}")
         stack += [(below, where, depth + 1) for below, where in parts(part, place)]
     return schema
 
@@ -84,6 +92,14 @@ def parts(schema: dict[str, Any], place: str) -> Iterator[tuple[dict[str, Any], 
         if isinstance(schema.get(name), dict):
             yield from ((each, f"{place}.{name}.{key[:100]}") for key, each in schema[name].items()
                         if isinstance(each, dict))
+
+
+def _digits(value: Any) -> int:
+    """A number without its point and the zeros at its end; 1 for what is none."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        return 1
+    number = Decimal(repr(value)).normalize()
+    return int(number.scaleb(-number.as_tuple().exponent))
 
 
 def _make_exact(schema: dict[str, Any], place: str) -> None:
