@@ -175,14 +175,16 @@ def test_a_second_signal_ends_it_at_once(tiny, tmp_path):
 def test_whoever_waits_for_a_stopped_worker_is_answered_at_the_end(tiny, tmp_path):
     with Serving(tiny, temporary=tmp_path) as server:
         next(c for c in server.children if "scheduler" in " ".join(c.cmdline())).suspend()
+        assert server.ask("GET", "/server_info").status == 200  # the last figures: they wait for nobody
         answers = []
-        waiting = threading.Thread(target=lambda: answers.append(server.ask("GET", "/server_info")))
+        waiting = threading.Thread(target=lambda: answers.append(server.ask("POST", "/flush_cache")))
         waiting.start()
         time.sleep(0.3)
+        assert not answers
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(SOON) == 0
         waiting.join(SOON)
-        assert answers[0].status == 200 and json.loads(answers[0].read())["stats"] == {}
+        assert answers[0].status == 503, answers[0].read()
         assert not any("Traceback" in line for line in server.rest())
 
 
