@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import pytest
-from isthmus.conformance import Case
+from isthmus.conformance import Case, law_state
 from isthmus.conformance.law_ops import OPS, cases, op_cases
 from isthmus.core import discovery
 from isthmus.core.platform import FEATURES
@@ -31,4 +31,5 @@ def test_every_op_and_feature_has_a_case() -> None:
     assert len({case.id for case in listed}) == len(listed)
     assert {case.op for case in listed} == set(OPS)
     claimed = {feature for case in listed for feature in case.features}
-    assert claimed == set(FEATURES) - {"overlap"}, "which the laws compile and scheduler show"
+    assert claimed == set(FEATURES) - {"overlap", "late_mask"}, "which the laws compile, scheduler and state show"
+    assert any("late_mask" in case.needs.features for case in law_state.cases())
