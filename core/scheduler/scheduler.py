@@ -280,7 +280,7 @@ class Scheduler:
             chunks = self._prefills.overtake(tokens, need, priority)
             tokens -= sum([c.size for c in chunks])
             if admit and tokens > 0:
-                chunks += self._plan_admission(view, tokens, was_short, (need, priority))
+                chunks += self._plan_admission(view, tokens, False, (need, priority))
         chunks += self._prefills.go_on(budget - sum([c.size for c in chunks]), chunks)
         budget -= sum([c.size for c in chunks])
         if admit and budget > 0:
@@ -307,7 +307,8 @@ class Scheduler:
                                or request.known - view.cached(request) > overtaking[0]):
                 continue
             if not self._admit(request, view.now):
-                self._short, self._tried = True, (self._changes, self.cache.available)
+                if not overtaking:  # else it says nothing of those whose turn it is
+                    self._short, self._tried = True, (self._changes, self.cache.available)
                 break
             chunks.append(self._prefills.chunk(request, budget))
             budget -= chunks[-1].size
