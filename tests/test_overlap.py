@@ -20,5 +20,6 @@ def test_all_that_the_scheduler_does_for_a_step_fits_into_the_step_before(tmp_pa
     words = [str(SCRIPT), "--requests", str(requests), "--waves", "6", *more, "--json", str(tmp_path / "out")]
     subprocess.run([sys.executable, *words], check=True, capture_output=True)
     found = json.loads((tmp_path / "out").read_text())
-    assert found["full_steps"] > 100 and found["tokens"] > 6 * requests * 190
+    assert found["full_steps"] > 40, "enough for a median"
+    assert found["tokens"] > 6 * requests * 190
     assert found["host_ms_median"] < most, "of a step of 5 ms"
