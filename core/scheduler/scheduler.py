@@ -301,10 +301,8 @@ class Scheduler:
         for request in self._policy.order(view):
             if budget <= 0 or not self.table.free:
                 break
-            if request.left == self._plans:
-                continue  # its last token may still be in flight
-            if overtaking and (request.priority < overtaking[1]
-                               or request.known - view.cached(request) > overtaking[0]):
+            if request.left == self._plans or overtaking and (  # its last token may still be in flight
+                    request.priority < overtaking[1] or request.known - view.cached(request) > overtaking[0]):
                 continue
             if not self._admit(request, view.now):
                 if not overtaking:  # else it says nothing of those whose turn it is
