@@ -6,7 +6,7 @@ reads it off the batch, the oracle off the request, so a wrong page, uniform, pe
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -27,6 +27,7 @@ from isthmus.core.specs import Buckets, LayerState, StateSpec
 from isthmus.core.turn import Flight, Turn
 from isthmus.platforms.null.platform import Platform, State, nearest, next_token
 
+from .queued import Fault, Queue
 from .toy_grammar import Toy, ToyLibrary
 
 VOCAB, EOS, MAX_LEN = 40, 3, 48
@@ -132,50 +133,6 @@ def logprob_of(tokens: np.ndarray) -> np.ndarray:
 
 
 # ---- the device
-
-class Fault(Exception):
-    """The device failed, as it was told to."""
-
-
-class Queue:
-    """Runs steps in order: at once, or as late as possible, when the host's arrays may have changed."""
-
-    def __init__(self, late: bool):
-        self.late, self.pending = late, []
-
-    def submit(self, run: Callable[..., StepResult], *args: Any) -> Queued:
-        item = Queued(self, lambda: run(*args))
-        self.pending.append(item)
-        if not self.late:
-            self.run_until(item)
-        return item
-
-    def run_until(self, item: Queued) -> None:
-        while item in self.pending:
-            self.pending.pop(0).run()
-
-    def shutdown(self) -> None:
-        self.pending.clear()
-
-
-class Queued:
-    """One step's future."""
-
-    def __init__(self, queue: Queue, call: Callable[[], StepResult]):
-        self.queue, self.call, self.value, self.error = queue, call, None, None
-
-    def run(self) -> None:
-        try:
-            self.value = self.call()
-        except (Fault, AssertionError) as error:
-            self.error = error
-
-    def result(self) -> StepResult:
-        self.queue.run_until(self)
-        if self.error:
-            raise self.error
-        return self.value
-
 
 class Device(Platform):
     """The null platform with this module's model; `fault` makes the next step fail, after scribbling on its slots."""
