@@ -8,7 +8,8 @@ HERE = "platforms/cpu/compiled/"
 FLAGS = ["-std=c++17", "-ffp-contract=fast", "-pthread", "-Wno-psabi"]
 # -O3 takes twice as long to compile and is some 15 % faster with AVX-512, where it was measured.
 X86 = {"avx512": ["-march=x86-64-v4", "-O3"], "avx2": ["-march=x86-64-v3", "-O2"]}
-HEADERS = [f"{HERE}{name}.h" for name in ("vec", "packed", "product", "rows", "attention", "pool", "step")]
+NAMES = ("vec", "packed", "pack", "product", "rows", "attention", "plan", "pool", "step")
+HEADERS = [f"{HERE}{name}.h" for name in NAMES]
 
 
 def build(name: str, flags: list[str]) -> Extension:

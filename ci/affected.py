@@ -2,6 +2,7 @@
 
 Derived from the import graph. Core is in every job; a platform's folder is in its own jobs and in those whose tests
 import it; what the jobs of single platforms test is not run again by the one with the whole suite; prose is in none.
+Within a job a change needs the test files that reach it, and conformance where the platform does (`shard`).
 What nothing is known about needs every job: a file, a commit, a checkout with changes that are not committed, no files
 at all. Style and layout are checked always.
 """
@@ -34,32 +35,74 @@ def everywhere() -> set[str]:
             and graph.libraries(p) <= graph.installed_by([])}
 
 
+def tests_of(name: str) -> list[Path]:
+    """Test files that a job runs. Of the whole suite those that no other job of an ordinary machine does."""
+    job = jobs()[name]
+    if not job["whole"]:
+        return list(map(Path, job["tests"]))
+    others = {test for other in jobs().values() if other["hosted"] for test in other["tests"]}
+    return [test for test in graph.whole_suite({other["library"] for other in jobs().values()} - {job["library"], ""})
+            if str(test) not in others or graph.needs(test)]
+
+
 @cache
-def files_of(name: str) -> frozenset[Path]:
-    """Sources that a job runs: core, its platform, the conformance suite, its test files, and all that these import.
-    Of the whole suite, the files that no other job tests."""
+def platform_files(name: str) -> frozenset[Path]:
+    """Sources that a job's conformance run uses: core, its platform, the suite, and all that these import."""
     job = jobs()[name]
     folders = [Path("core"), Path("tests/conformance"), Path(job["folder"])]
     folders += [Path("platforms", platform) for platform in everywhere()]
     roots = {p for p in graph.sources() if any(p.is_relative_to(folder) for folder in folders)}
-    roots.add(Path("tests/conftest.py"))
-    tests = map(Path, job["tests"])
-    if job["whole"]:
-        others = {test for other in jobs().values() if other["hosted"] for test in other["tests"]}
-        tests = [test for test in graph.whole_suite({other["library"] for other in jobs().values()}
-                                                    - {job["library"], ""})
-                 if str(test) not in others or graph.needs(test)]
-    return frozenset(graph.reach(roots | set(tests)))
+    if job["stand_in"] in graph.stand_ins():
+        roots.add(graph.find(graph.stand_ins()[job["stand_in"]]))
+    return frozenset(graph.reach(roots))
+
+
+@cache
+def files_of(name: str) -> frozenset[Path]:
+    """Sources that a job runs: `platform_files`, its test files, and all that these import."""
+    return platform_files(name) | brought(name, *tests_of(name))
+
+
+def brought(name: str, *tests: Path) -> frozenset[Path]:
+    """Sources that test files of a job bring in. A platform whose own job runs such a test too is not this one's."""
+    def others(test: Path) -> set[Path]:
+        if graph.needs(test):
+            return set()
+        return {Path(job["folder"]) for job in jobs().values() if str(test) in job["tests"]} - {own}
+    own = Path(jobs()[name]["folder"])
+    apart = [test for test in tests if others(test)]
+    found = graph.reach({test for test in tests if test not in apart} | {Path("tests/conftest.py")} if tests else set())
+    for test in apart:
+        found |= {p for p in graph.reach({test}) if p in platform_files(name) or others(test).isdisjoint(p.parents)}
+    return frozenset(found)
+
+
+def shard(name: str, files: list[str]) -> tuple[bool, list[str]]:
+    """What a job has to run for a change of these files: whether conformance, and which test files. All, where
+    something else has changed than sources that it knows. Of the whole suite, which loads platforms by their names,
+    single files only where nothing but tests has changed."""
+    job, changed = jobs()[name], {Path(file) for file in files if not _prose(Path(file))}
+    known = all(path in files_of(name) or any(path in files_of(other) for other in jobs()) for path in changed)
+    if not known or job["whole"] and not all(path.parts[0] == "tests" for path in changed - platform_files(name)):
+        return True, job["tests"]
+    conformance = not changed.isdisjoint(platform_files(name))
+    if conformance and job["whole"]:
+        return True, job["tests"]
+    return conformance, [str(test) for test in tests_of(name) if not changed.isdisjoint(brought(name, test))]
+
+
+def _prose(path: Path) -> bool:
+    return path.suffix in PROSE or path.parts[:1] in [(folder,) for folder in PROSE_FOLDERS] or path.name == "LICENSE"
 
 
 def affected(files: list[str]) -> list[str]:
     """Names of the jobs that a change of these files needs, in the matrix's order."""
     needed: set[str] = set()
     for path in map(Path, files):
-        top = path.parts[0] if path.parts else ""
-        if path.suffix in PROSE or top in PROSE_FOLDERS or path.name == "LICENSE":
+        if _prose(path):
             continue
-        having = {name for name in jobs() if path in files_of(name)} if top not in RUNNING else set()
+        running = path.parts[:1] in [(top,) for top in RUNNING]
+        having = set() if running else {name for name in jobs() if path in files_of(name)}
         if not having and not any(path.is_relative_to(Path("platforms", name)) for name in everywhere()):
             having = {name for name, job in jobs().items() if path.is_relative_to(job["folder"])}  # as a ledger.toml
         needed |= having or set(jobs())

@@ -127,6 +127,8 @@ def markdown(found: dict[str, dict[str, dict[str, Any]]], words: Callable[[str, 
     which the same is known share a row."""
     lines = []
     for section, rows in found.items():
+        if not rows:  # laws, where no case was run
+            continue
         columns = next(iter(rows.values()))
         lines += ["", f"| {section} | " + " | ".join(columns) + " |", "|---|" + "---|" * len(columns)]
         told = [(row, " | ".join(words(section, row, name, cell) for name, cell in cells.items()))

@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+EMULATION = Path("tests/emulation")  # platforms that stand in for those whose device is not there
 DEFAULT_COST = 3  # seconds of a test file that declares none
 # Distribution -> the module it brings, where their names differ.
 MODULES = {"pyzmq": "zmq", "pyyaml": "yaml", "huggingface-hub": "huggingface_hub", "prometheus-client":
@@ -26,6 +27,15 @@ def package_folders() -> dict[str, str]:
     """Dotted name -> folder of every package root of the repository."""
     return {**project()["tool"]["setuptools"]["package-dir"], "tests": "tests", "benchmarks": "benchmarks",
             "examples": "examples"}
+
+
+@cache
+def stand_ins() -> dict[str, str]:
+    """Name -> module of each platform that the emulations' package registers; none is known by its folder."""
+    file = ROOT / EMULATION / "pyproject.toml"
+    entries = tomllib.loads(file.read_text("utf-8"))["project"]["entry-points"] if file.is_file() else {}
+    return {name: ".".join((*EMULATION.parts, *value.partition(":")[0].split(".")[1:]))
+            for group in entries.values() for name, value in group.items()}
 
 
 @cache
@@ -63,7 +73,8 @@ def find(module: str) -> Path | None:
 
 
 def _named(path: Path, node: ast.AST) -> Iterator[str]:
-    """Modules that a node may bring in: what it imports, and strings that are names of this package's modules."""
+    """Modules that a node may bring in: what it imports, and strings that are names of this package's modules, or of a
+    platform that stands in."""
     if isinstance(node, ast.Import):
         yield from (alias.name for alias in node.names)
     elif isinstance(node, ast.ImportFrom):
@@ -71,7 +82,11 @@ def _named(path: Path, node: ast.AST) -> Iterator[str]:
         base = ".".join(filter(None, (base, node.module)))
         yield base
         yield from (f"{base}.{alias.name}" for alias in node.names)
-    elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("isthmus."):
+    elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+        if node.value in stand_ins():
+            yield stand_ins()[node.value]
+        if not node.value.startswith("isthmus."):
+            return
         parts = node.value.partition(":")[0].split(".")
         yield from (".".join(parts[:n]) for n in range(2, len(parts) + 1))
 
@@ -128,18 +143,28 @@ def _outside(module: str) -> str | None:
 
 
 @cache
+def _brought(path: Path) -> tuple[frozenset[str], frozenset[Path]]:
+    """Modules of other distributions, and files of this repository, without which a file cannot be imported."""
+    outside, files = set(), set()
+    for node in _top_level(path):
+        named = list(_named(path, node)) if isinstance(node, ast.Import | ast.ImportFrom) else []
+        named += filter(None, [_skips_without(node)])
+        whole = named[:1] if isinstance(node, ast.ImportFrom) else named  # without the names taken from it
+        outside |= set(filter(None, map(_outside, whole)))
+        files |= set(_local(iter(named)))
+    return frozenset(outside), frozenset(files)
+
+
+@cache
 def libraries(path: Path) -> frozenset[str]:
     """Modules of other distributions without which a file cannot be imported, its own imports' too."""
     found, seen, waiting = set(), set(), {path}
     while waiting:
         current = waiting.pop()
         seen.add(current)
-        for node in _top_level(current):
-            named = list(_named(current, node)) if isinstance(node, ast.Import | ast.ImportFrom) else []
-            named += filter(None, [_skips_without(node)])
-            whole = named[:1] if isinstance(node, ast.ImportFrom) else named  # without the names taken from it
-            found |= set(filter(None, map(_outside, whole)))
-            waiting |= set(_local(iter(named))) - seen
+        outside, files = _brought(current)
+        found |= outside
+        waiting |= files - seen
     return frozenset(found)
 
 
@@ -175,9 +200,9 @@ def whole_suite(foreign: set[str]) -> list[Path]:
 
 
 def installed_by(words: tuple[str, ...] | list[str]) -> set[str]:
-    """Modules that `pip install WORDS` asks for by name: core's dependencies, and those of the extras named."""
+    """Modules that `pip install WORDS` asks for by name: core's dependencies, those of the extras named, and others."""
     extras = {extra.strip() for word in words if "[" in word for extra in word.partition("[")[2].strip("]").split(",")}
-    wanted = list(project()["project"]["dependencies"])
+    wanted = [*project()["project"]["dependencies"], *(word for word in words if word[0].isalpha() and "/" not in word)]
     for extra in extras:
         wanted += project()["project"]["optional-dependencies"][extra]
     names = [re.match(r"[\w.-]+", w)[0].lower() for w in wanted]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -16,9 +17,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import affected
 import cells
 
 ROOT = Path(__file__).resolve().parent.parent
+NOT_ASKED = {"ok": True}  # of the suite: no case had to be run
 NONE_COLLECTED = 5  # pytest's exit code
 
 
@@ -39,15 +42,15 @@ def check_absent(python: Path, modules: list[str]) -> None:
         print(f"  {module} cannot be imported, as it should be", flush=True)
 
 
-def conformance(python: Path, platform: str, every: int = 1) -> dict[str, Any] | None:
+def conformance(python: Path, platform: str, every: int = 1, timeout: int | None = None) -> dict[str, Any] | None:
     """The suite's report, or None when it gave none. It is ok only if the command says so too. every: only each so
-    many-th case."""
+    many-th case, others for each commit. timeout: seconds for one case."""
     command = [python, "-m", "isthmus.core.cli.main", "conformance"]
-    chosen: list[str] = []
+    chosen = [f"--timeout={timeout}"] if timeout else []
     if every > 1:
         listed = subprocess.run([*command, "--list"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
         cases = [line.split()[0] for line in listed.splitlines() if "[" in line.partition(" ")[0]]
-        chosen = [f"--only={case}" for case in cases[::every]]
+        chosen += [f"--only={case}" for case in cases[part_of(commit(), every)::every]]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "report.json")
         done = subprocess.run([*command, f"--platform={platform}", f"--json={path}", *chosen], cwd=ROOT)
@@ -57,9 +60,18 @@ def conformance(python: Path, platform: str, every: int = 1) -> dict[str, Any] |
         return found | {"ok": found["ok"] and done.returncode == 0}
 
 
-def test(python: Path, platform: str, job: dict[str, Any]) -> str:
-    """Run the job's tests: "passed", "failed", or "unverified" where there were none."""
-    chosen = [] if job["whole"] else ["--platform", platform, "-m", "slow or not slow"]
+def part_of(commit: str, every: int) -> int:
+    """Which of `every` parts of the cases a commit has: any as often as another."""
+    return int(commit[:8], 16) % every if re.fullmatch("[0-9a-f]{40}", commit) else 0
+
+
+def test(python: Path, platform: str, job: dict[str, Any], held: bool = False) -> str:
+    """Run the job's tests: "passed", "failed", or "unverified" where there were none. held: the platform has just been
+    held to all laws."""
+    marks = "(slow or not slow) and not laws" if held else "slow or not slow"
+    chosen = [] if job["whole"] else ["--platform", platform, "-m", marks]
+    if job["tests"] == ["tests"]:
+        job = job | {"tests": [*job["tests"], *(f"--ignore={path}" for path in elsewhere(job))]}
     codes = [subprocess.run([python, "-m", "pytest", "-q", *job["tests"], *chosen], cwd=ROOT).returncode
              if job["tests"] else NONE_COLLECTED]
     if job["whole"]:
@@ -67,6 +79,13 @@ def test(python: Path, platform: str, job: dict[str, Any]) -> str:
     if set(codes) == {NONE_COLLECTED}:
         return "unverified"
     return "passed" if set(codes) <= {0, NONE_COLLECTED} else "failed"
+
+
+def elsewhere(job: dict[str, Any]) -> list[str]:
+    """Test files of the whole suite that other jobs of ordinary machines run, each in the environment that it needs."""
+    others = {test for other in cells.read_matrix()["jobs"].values() if other["hosted"] and other["stand_in"]
+              for test in other["tests"]}
+    return sorted(test for test in others if not affected.graph.needs(Path(test)))
 
 
 def record(about: dict[str, Any], found: dict[str, Any] | None) -> str:
@@ -102,12 +121,32 @@ def keep(path: Path | None, name: str, job: dict[str, Any], found: dict[str, Any
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(record({
             "job": name, "platform": job["platform"], "device": job["device"],
-            "date": found["started"][:10] if found else datetime.now(UTC).date().isoformat(),
+            "date": (found or {}).get("started", datetime.now(UTC).isoformat())[:10],
             "commit": (found or {}).get("of", {}).get("commit") or commit(), "tests": tests}, found), "utf-8")
     ok = found is not None and found["ok"] and tests != "failed"
-    said = "gave no report" if found is None else "ok" if found["ok"] else "failed"
+    said = "not asked for" if found is NOT_ASKED else \
+        "gave no report" if found is None else "ok" if found["ok"] else "failed"
     print(f"{name}: conformance {said}, tests {tests}")
     return 0 if ok else 1
+
+
+def run(given: argparse.Namespace, job: dict[str, Any]) -> int:
+    """Make the environment, and run what was asked for of the suite and the tests: the exit code."""
+    files = affected.changed_since(given.since) if given.since is not None else None
+    suite, chosen = (True, job["tests"]) if files is None else affected.shard(given.name, files)
+    job = job | {"tests": [] if given.only_conformance else chosen}
+    if not suite and not job["tests"]:
+        print(f"{given.name}: nothing of it has changed")
+        return 0
+    os.environ.update(job["environment"])
+    print(f"{given.name}: {job['title']}", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        python = given.python or make_environment(given.venv or Path(folder, "venv"), job["install"])
+        check_absent(python, job["without"])
+        found = conformance(python, job["stand_in"] or job["platform"], job["every"] if given.sample else 1,
+                            given.timeout) if suite else NOT_ASKED
+        tests = test(python, job["platform"], job, held=suite and job["every"] == 1)
+    return keep(given.report, given.name, job, found, tests)
 
 
 def main(argv: list[str]) -> int:
@@ -121,6 +160,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--only-conformance", action="store_true", help="leave the tests out")
     parser.add_argument("--sample", action="store_true",
                         help="as for a change: only each so many-th case of the suite where a stand-in is slow")
+    parser.add_argument("--timeout", type=int, metavar="SECONDS", help="for one case of the suite, on a busy machine")
+    parser.add_argument("--since", metavar="COMMIT", help="of the tests only those that what changed since then is in, "
+                        "and conformance only if the platform has changed")
     given = parser.parse_args(argv)
     jobs = cells.read_matrix()["jobs"]
     if given.list:
@@ -131,14 +173,7 @@ def main(argv: list[str]) -> int:
     job = jobs[given.name]
     if given.taken:
         return keep(given.report, given.name, job, taken(given.taken, job["stand_in"] or job["platform"]), "unverified")
-    os.environ.update(job["environment"])
-    print(f"{given.name}: {job['title']}", flush=True)
-    with tempfile.TemporaryDirectory() as folder:
-        python = given.python or make_environment(given.venv or Path(folder, "venv"), job["install"])
-        check_absent(python, job["without"])
-        found = conformance(python, job["stand_in"] or job["platform"], job["every"] if given.sample else 1)
-        tests = "unverified" if given.only_conformance else test(python, job["platform"], job)
-    return keep(given.report, given.name, job, found, tests)
+    return run(given, job)
 
 
 if __name__ == "__main__":

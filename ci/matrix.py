@@ -25,7 +25,7 @@ PYTHON = "3.12"
 INSTALL = 300   # seconds to make an environment
 SLACK = 3       # times slower than declared before a job is stopped
 JSON, WORKFLOW = Path("ci/matrix.json"), Path(".github/workflows/platforms.yml")
-EMULATION, END = Path("tests/emulation"), "_emulated"  # its folder, and the end of its platforms' names
+END = "_emulated"  # of the names of stand-ins; what is before it is their folder
 LIGHT = ("tests/test_layout.py", "tests/test_ci.py", "tests/test_registry.py")  # what every change must pass
 
 
@@ -68,15 +68,45 @@ def tests_of(platform: str, claim: manifests.Claim, job: manifests.Job) -> list[
     return chosen
 
 
+def tests_of_stand_ins() -> dict[str, list[Path]]:
+    """Job -> the test files that it shows and the whole suite does not, for jobs without the platform's device: those
+    that import its stand-in, or its platform's folder and no stand-in, or what platforms share that have stand-ins. Of
+    the jobs that can run one of the latter it is the one with the least beyond what the file needs. All else says
+    nothing of a platform that is not there."""
+    homes = folders()
+    every = [(homes[name][0], job) for name, claim in claims().items() for job in claim.ci
+             if job.hosted and job.stand_in]
+    shared = {Path(*p.parts[:2]) for p in graph.sources() if p.match("platforms/*/*.py")} | {graph.EMULATION}
+    shared -= {folder for folder, _ in homes.values()}
+    present = {job.name: graph.installed_by(job.install) for _, job in every}
+    chosen: dict[str, list[Path]] = {job.name: [] for _, job in every}
+    for path in graph.test_files():
+        above = {parent for p in graph.imports(path) for parent in p.parents}
+        about = [job for _, job in every if graph.EMULATION / job.stand_in.removesuffix(END) in above]
+        if not about:
+            near = [job for folder, job in every if folder in above] or [job for _, job in every if above & shared]
+            able = [job for job in near if graph.libraries(path) <= present[job.name]]
+            about = sorted(able, key=lambda job: len(present[job.name]))[:1]
+        for job in about:
+            chosen[job.name].append(path)
+    return chosen
+
+
 def matrix() -> dict[str, Any]:
     """Every job as plain data, by name."""
     jobs: dict[str, Any] = {}
+    stand_ins = tests_of_stand_ins()
+    elsewhere = {path for paths in stand_ins.values() for path in paths}
     frameworks = {claim.library for claim in claims().values() if claim.library}
     for platform, claim in claims().items():
         for job in claim.ci:
             if job.name in jobs:
                 raise ValueError(f"two jobs have the name {job.name}: {jobs[job.name]['platform']}'s and {platform}'s")
-            tests = graph.whole_suite(frameworks - {claim.library}) if job.whole else tests_of(platform, claim, job)
+            if job.whole:  # as ci/job.py runs it
+                tests = [path for path in graph.whole_suite(frameworks - {claim.library})
+                         if path not in elsewhere or graph.needs(path)]
+            else:
+                tests = stand_ins[job.name] if job.name in stand_ins else tests_of(platform, claim, job)
             seconds = job.conformance / job.every + sum(map(graph.cost, tests))
             without = f" without {', '.join(job.without)}" if job.without else ""
             jobs[job.name] = {
@@ -152,10 +182,18 @@ JOB = """\
     timeout-minutes: {timeout}
     steps:
       - uses: actions/checkout@v4
+        with:
+          fetch-depth: 0
       - uses: actions/setup-python@v5
         with:
           python-version: "{python}"
-      - run: python ci/job.py {id} --sample --report reports/{id}.json
+      - uses: actions/cache@v4
+        with:
+          path: ~/.cache/pip
+          key: pip-{id}-${{{{ hashFiles('pyproject.toml') }}}}
+      - env:
+          BASE: ${{{{ github.event.pull_request.base.sha || github.event.before }}}}
+        run: python ci/job.py {id} --sample --since "$BASE" --report reports/{id}.json
       - uses: actions/upload-artifact@v4
         if: always()
         with:
@@ -196,7 +234,7 @@ def emulated(text: str) -> str:
 def outputs() -> dict[Path, str]:
     """What each generated file must hold."""
     data, found = matrix(), folders()
-    claimed = {EMULATION / job["stand_in"].removesuffix(END) / manifests.FILE:
+    claimed = {graph.EMULATION / job["stand_in"].removesuffix(END) / manifests.FILE:
                emulated((graph.ROOT / found[job["platform"]][1]).read_text("utf-8"))
                for job in data["jobs"].values() if job["stand_in"].endswith(END)}
     return {JSON: json.dumps(data, indent=1, sort_keys=True) + "\n", WORKFLOW: workflow(data), **claimed}

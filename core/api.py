@@ -5,6 +5,8 @@
 """
 from __future__ import annotations
 
+import itertools
+import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +23,7 @@ from .engine import EngineCore
 from .errors import ConfigError, EngineStopped, Overloaded, RequestError
 from .messages import Logprobs, Submit, TextOutput, Watch, pack_ids, request_error, unpack_ids
 from .processes.detokenizer import DetokenizerState
+from .server.adapters import FIRST
 from .server.errors import validation_error
 from .server.protocol import CacheHintFields, SamplingFields, ShortText, TermFields, spellings
 from .server.terms import Caller, terms
@@ -95,6 +98,7 @@ class Engine:
         self._texts = DetokenizerState(self.tokenizer)
         self._arrived: dict[str, deque[TextOutput]] = {}
         self._closed = False
+        self._numbers = itertools.count(FIRST)
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"{self.info.dtype}, {self.info.max_model_len} tokens of context"
@@ -153,6 +157,26 @@ class Engine:
         done = self._collect(self._submits(ids, _read_parameters(params), None))
         return done[0] if len(done) == 1 else done
 
+    def load_adapter(self, name: str, path: str, replace: bool = False) -> None:
+        """Load a low-rank adapter in PEFT's form, a folder or a hub id, for `generate(..., lora_path=name)`; there must
+        be room for it (`max_loras`). Raises `RequestError` with what is wrong with it."""
+        asked = {"lora": name, "path": path, "replace": float(replace)}
+        self.core.command("read_adapter", **asked)
+        while self.core.command("add_adapter", **asked, number=next(self._numbers)).get("reading"):
+            time.sleep(0.005)
+
+    def unload_adapter(self, name: str) -> None:
+        """Forget an adapter; outputs that use it go on. Raises `RequestError` where there is none of the name."""
+        if not self.core.command("remove_adapter", lora=name)["found"]:
+            raise RequestError(f"there is no adapter {name!r}", status=404, param="name")
+
+    def _adapter(self, name: str | None) -> int:
+        known = {known["name"]: known["number"] for known in self.core.adapters.list()}
+        if name and name not in known:
+            raise RequestError(f"lora_path {name!r} is no adapter that is loaded{suggest(name, known)}",
+                               param="lora_path")
+        return known[name] if name else 0
+
     def _ids(self, name: str, part: str | list[Any]) -> np.ndarray:
         bounds = self._bounds
         if isinstance(part, str):
@@ -162,15 +186,18 @@ class Engine:
 
     @property
     def _bounds(self) -> Bounds:
-        return Bounds(self.info.vocab_size, self.info.max_model_len, 2**31, self.info.sampling_defaults)
+        return Bounds(self.info.vocab_size, self.info.max_model_len, 2**31, self.info.sampling_defaults,
+                      spell=self.text.spell, processors=self.config.scheduler.logits_processors)
 
     def _submits(self, ids: np.ndarray, asked: Parameters, default: int | None) -> list[Submit]:
         """The engine's requests for one prompt, one for each of `n` answers. default: tokens, None = what is left."""
         limit = output_limit(asked.max_tokens, default, len(ids), self._bounds, "prompt")
         params = sampling_params(asked, self._bounds, limit, asked.logprobs, asked.prompt_logprobs)
+        adapter = self._adapter(asked.lora_path)
         its = terms(asked, Caller(asked.tenant or ""), self.config.cache.cache_isolation == "key")
         return [Submit(uuid.uuid4().hex, pack_ids(ids), msgspec.structs.replace(params, seed=nth_seed(params.seed, i)),
-                       its.domain, its.priority, 0.0, its.tenant, its.ttft, its.hint) for i in range(asked.n or 1)]
+                       its.domain, its.priority, 0.0, its.tenant, its.ttft, its.hint, adapter)
+                for i in range(asked.n or 1)]
 
     def _collect(self, submits: list[Submit]) -> list[Completion]:
         """All answers, in the order of their requests."""

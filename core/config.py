@@ -2,13 +2,16 @@
 
 A field's metadata: `help` (one sentence), `choices` (a tuple, or the function that lists what is registered), `unit`
 ("bytes" = a size such as 4GiB), `least`, `most`, `needs` (what a text that is set must hold), `aliases` (other words
-for some of the choices), `endpoint` (True: it is an address for ZMQ).
+for some of the choices), `endpoint` (True: it is an address for ZMQ), `metavar` (of a list, in its help), `client`
+(its help where a command asks a server).
 Resolution and who set what is the business of `core.settings`; `None` or "auto" means that the engine decides at
 start and reports it.
 """
 from __future__ import annotations
 
 import re
+import sys
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,14 +47,35 @@ def _eviction_policies() -> tuple[str, ...]:
     return tuple(EVICTION)
 
 
+def _tool_parsers() -> tuple[str, ...]:
+    from .parsers import CALL_ORDER, NOT_ASKED
+    return ("auto", "none", *_registered("parsers.contract", "CALLS", (*CALL_ORDER, *NOT_ASKED)))
+
+
+def _reasoning_parsers() -> tuple[str, ...]:
+    from .parsers import THINKING_ORDER
+    return ("auto", "none", *_registered("parsers.contract", "THINKING", THINKING_ORDER))
+
+
 def _grammar_backends() -> tuple[str, ...]:
     from .grammar import PACKAGES
     return tuple(PACKAGES)
 
 
+def _metric_families() -> tuple[str, ...]:
+    from .server.metric_names import FAMILIES
+    return tuple(FAMILIES)
+
+
 def _schedule_policies() -> tuple[str, ...]:
-    from .scheduler.policy import POLICIES
-    return tuple(POLICIES)
+    from .scheduler import SCHEDULE_POLICIES
+    return _registered("scheduler.policy", "POLICIES", SCHEDULE_POLICIES)
+
+
+def _registered(module: str, registry: str, own: Iterable[str]) -> tuple[str, ...]:
+    """This tree's own names and what a program has added to a registry, which is not imported for its names."""
+    loaded = sys.modules.get(f"{__package__}.{module}")
+    return tuple(sorted({*own, *getattr(loaded, registry, ())}))
 
 
 @dataclass(frozen=True)
@@ -66,6 +90,16 @@ class ModelSettings:
     max_model_len: int | None = setting(None, "longest prompt plus output, in tokens; the model's own limit by default",
                                         least=2)
     chat_template: str | None = setting(None, "file with a Jinja chat template that replaces the model's own")
+    tool_parser: str = setting("auto", "how the model writes tool calls; by default what its chat template shows "
+                               "(docs/tools.md)", choices=_tool_parsers)
+    reasoning_parser: str = setting("auto", "how the model writes its thinking; by default what its chat template "
+                                    "shows", choices=_reasoning_parsers)
+    template_kwargs: tuple[str, ...] = setting((), "the only chat_template_kwargs that clients may send, such as "
+                                               "enable_thinking; any name unless set", metavar="NAME,...")
+    pooling: str = setting("auto", "how /v1/embeddings makes one vector of a text: last (token), mean, or auto: what "
+                           "the model's 1_Pooling/config.json says, or last", choices=("auto", "last", "mean"))
+    embedding_truncation: bool = setting(False, "dimensions of embeddings may be fewer than the model's, for models "
+                                         "trained for that (Matryoshka)")
     strict: bool = setting(False, "refuse to start when a quantized weight, the embedding included, would be expanded")
 
 
@@ -97,6 +131,19 @@ class CacheSettings:
 
 
 @dataclass(frozen=True)
+class AdapterSettings:
+    """Low-rank adapters of the model (docs/lora.md)."""
+
+    lora: tuple[str, ...] = setting((), "NAME=PATH of an adapter in PEFT's form, a folder or a hub id; may be "
+                                    "repeated; requests choose one by its name as `model`")
+    max_loras: int | None = setting(None, "adapters on the device at once, others wait for a place; 4 where --lora "
+                                    "names some, else none", least=0, most=256)
+    max_lora_rank: int | None = setting(None, "largest rank, for which memory is kept; by default that of the adapters "
+                                        "named at start, at least 16", least=1, most=512)
+    max_lora_adapters: int = setting(64, "adapters known at once, on the device or not", least=1, most=4096)
+
+
+@dataclass(frozen=True)
 class SchedulerSettings:
     """How requests share the device."""
 
@@ -114,6 +161,8 @@ class SchedulerSettings:
                                 "that a step ends in time; 0 = no limit", least=0)
     grammar_backend: str = setting("llguidance", "library that compiles grammars of structured output",
                                    choices=_grammar_backends)
+    logits_processors: tuple[str, ...] = setting((), "logits processors of installed packages that clients may ask for "
+                                                 "by name", metavar="NAME,...")
     overlap: bool = setting(True, "plan the next step while the device computes the current one")
     waiting_timeout: float = setting(600.0, "a request that waits longer is answered 503", unit="seconds", least=0)
     running_timeout: float = setting(3600.0, "a request that runs longer is ended", unit="seconds", least=0)
@@ -121,10 +170,20 @@ class SchedulerSettings:
                                   "is ended; after half of it stacks are logged", unit="seconds", least=1)
     restart: int = setting(3, "how often within 10 minutes an engine that has died is started anew before the server "
                            "ends; 0 = never", least=0, most=1000)
+    idle_unload: float = setting(0.0, "after so long without a request weights, K and V leave the memory, and the next "
+                                 "request waits until they are loaded again; 0 = never", unit="seconds", least=0)
     record: str | None = setting(None, "file for a recording of everything that enters the engine, prompts included: "
                                  "private data, readable by its owner alone; `isthmus rerun` runs it again")
     record_limit: str = setting("1GiB", "largest recording; it ends there and serving goes on", unit="bytes",
                                 least=65536)
+
+
+@dataclass(frozen=True)
+class SpeculationSettings:
+    """Tokens that are guessed and checked several at once (docs/speculation.md)."""
+
+    speculative: tuple[str, ...] = setting((), "a drafter that guesses next tokens, such as ngram, and its options: "
+                                           "ngram,tokens=4; the outputs are the same", metavar="DRAFTER,KEY=N,...")
 
 
 @dataclass(frozen=True)
@@ -149,11 +208,33 @@ class ParallelSettings:
 class ServerSettings:
     """HTTP."""
 
-    host: str = setting("127.0.0.1", "address to listen on", needs="address")
-    port: int = setting(8000, "port to listen on; 0 takes a free one", least=0, most=65535)
+    host: str = setting("127.0.0.1", "address to listen on", needs="address", client="address of the server")
+    port: int = setting(8000, "port to listen on; 0 takes a free one", least=0, most=65535,
+                        client="port of the server")
     api_key: str | None = setting(None, "key that clients must send, or several separated by commas, one for each "
                                   "tenant; better set as ISTHMUS_API_KEY than typed",
-                                  needs="key")
+                                  needs="key", client="key of the server; better set as ISTHMUS_API_KEY than typed")
+    admin_api_key: str | None = setting(None, "key for what concerns everybody, such as flushing the cache and loading "
+                                        "adapters (docs/security.md); better set as ISTHMUS_ADMIN_API_KEY",
+                                        needs="key")
+    tls_cert: str | None = setting(None, "file with the certificate and its chain in PEM: serve HTTPS; read again on "
+                                   "SIGHUP and when it changes", needs="file")
+    tls_key: str | None = setting(None, "file with its private key, unless --tls-cert has it too", needs="file")
+    cors_origins: tuple[str, ...] = setting((), "origins of web pages that may use the server, such as "
+                                            "https://app.example.com, or *; none unless set", metavar="ORIGIN,...")
+    allowed_hosts: tuple[str, ...] = setting((), "host names that the server answers to, beside IP addresses and "
+                                             "localhost, or *; unless set any, but none where it listens on this "
+                                             "machine only and wants no key", metavar="HOST,...")
+    metric_names: tuple[str, ...] = setting(("isthmus", "vllm"), "whose names /metrics has, so that dashboards and "
+                                            "autoscalers made for them work: isthmus, vllm, sglang", metavar="NAME,...",
+                                            choices=_metric_families)
+    log_contents: bool = setting(False, "the log of requests has the beginnings of prompts and answers: private data")
+    otlp_endpoint: str | None = setting(None, "where traces go, such as http://127.0.0.1:4318/v1/traces (OTLP over "
+                                        "HTTP); none unless set; needs isthmus[otel]", needs="address")
+    dump_requests: str | None = setting(None, "file to which every request's body is appended: private data, readable "
+                                        "by its owner alone; `isthmus replay-requests` sends them again", needs="file")
+    dump_limit: str = setting("1GiB", "largest size of that file; nothing is appended after that", unit="bytes",
+                              least=65536)
     max_body: str = setting("16MiB", "largest request body; a larger one is answered 413", unit="bytes",
                             least=1024)
     max_n: int = setting(128, "largest n, and most prompts in one completion request", least=1)
@@ -162,6 +243,11 @@ class ServerSettings:
                                    "/health stays 200", unit="seconds", least=0)
     sse_ping: float = setting(15.0, "comment line after this much silence in a stream; 0 = never", unit="seconds",
                               least=0)
+    response_store: str = setting("temporary", "SQLite file that keeps answers of /v1/responses, prompts included: "
+                                  "private data, readable by its owner alone; temporary = one that ends with the "
+                                  "server, off = none", needs="file")
+    response_store_rows: int = setting(10_000, "responses that are kept; beyond that the oldest goes", least=1)
+    response_store_size: str = setting("256MiB", "largest size of their contents together", unit="bytes", least=65536)
     log_level: str = setting("info", "least important messages that are printed",
                              choices=("debug", "info", "warning", "error"))
     log_format: str = setting("text", "form of all that the server writes on standard error", choices=("text", "json"))
@@ -173,7 +259,9 @@ class Config:
 
     model: ModelSettings = field(default_factory=ModelSettings)
     cache: CacheSettings = field(default_factory=CacheSettings)
+    adapters: AdapterSettings = field(default_factory=AdapterSettings)
     scheduler: SchedulerSettings = field(default_factory=SchedulerSettings)
+    speculation: SpeculationSettings = field(default_factory=SpeculationSettings)
     platform: PlatformSettings = field(default_factory=PlatformSettings)
     parallel: ParallelSettings = field(default_factory=ParallelSettings)
     server: ServerSettings = field(default_factory=ServerSettings)

@@ -8,18 +8,23 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import replace
 from typing import Any
 
 from . import startup
+from .adapters.store import Adapters, wanted_slots
 from .cache.manager import CacheManager
 from .config import Config
 from .contract import check_ops
 from .discovery import told
+from .embedding import Embedder
+from .engine_info import engine_info
 from .env import debug_level
 from .errors import CheckpointError, ConfigError, EngineDead, RequestError
 from .grammar.contract import Matcher
+from .grammar.controls import biased
 from .grammar.library import Library
+from .grammar.processors import load_processors
 from .grammar.vocabulary import Vocabulary
 from .grammar.waiting import Compiling
 from .manifests import missing_features
@@ -28,11 +33,12 @@ from .plan import Batch, Out
 from .platform import State, Step
 from .recording.recorder import Recorder, check_file, open_file
 from .scheduler.admission import Limits
-from .scheduler.batch import build_batch
+from .scheduler.batch import bucketed, build_batch
 from .scheduler.outputs import StepOutputs
 from .scheduler.scheduler import NOT_A_NUMBER, Plan, Scheduler
 from .scheduler.times import DEVICE, SCHEDULE, StepTimes
 from .specs import Bucket
+from .speculation.load import drafting
 from .tracing import traced_forward
 from .turn import Flight, Turn
 from .weights.checkpoint import open_checkpoint
@@ -42,44 +48,6 @@ log = logging.getLogger(__name__)
 COMPILING = 0.005             # seconds that an engine with nothing else to do waits for a grammar
 LOOK, LOOK_AGAIN = 1.0, 15.0  # seconds between looks at the device's memory; after K and V gave way
 AUDIT = 60.0                  # seconds between two proofs of the ledger of an idle engine
-
-
-@dataclass(frozen=True)
-class EngineInfo:
-    """What was chosen and why, for banners, `/server_info` and the other processes. Sizes in bytes: of the weights as
-    all ranks have them, of K and V those of each."""
-
-    model: str
-    model_path: str
-    served_name: str
-    platform: str
-    platform_reason: str
-    platform_rank: int
-    ranks: int
-    device: str
-    dtype: str
-    kv_dtype: str
-    page_size: int
-    pages: int
-    max_model_len: int
-    vocab_size: int
-    max_running: int
-    kv_bytes: int
-    weight_bytes: int
-    determinism: str
-    policy: str
-    eviction_policy: str
-    overlap: bool
-    prefix_cache: bool
-    max_top_logprobs: int
-    eos_ids: tuple[int, ...]
-    sampling_defaults: dict[str, float]
-    features: tuple[str, ...]
-    report: tuple[str, ...]
-    load_seconds: float
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 class EngineCore:
@@ -97,6 +65,7 @@ class EngineCore:
         self._publisher = _open_publisher(config, self)
         if recorder is None:
             check_file(config)
+            load_processors(config.scheduler.logits_processors)
         loaded = loaded or startup.load(config, progress, platform)
         self.recorder = recorder or Recorder(clock, open_file(config, loaded))
         self._platform, self._manifest, self._model = loaded.platform, loaded.manifest, loaded.model
@@ -104,20 +73,30 @@ class EngineCore:
         self._page_size, self._overlap = sizes.page_size, loaded.overlap
         self._late_masks = "late_mask" in loaded.manifest.features
         self._state_spec = sizes.state
+        tell = progress or (lambda stage, done, total: None)
+        tell("allocate KV cache", 0, sizes.pages * sizes.state.page_bytes())
         self._state = self._platform.alloc(sizes.state, sizes.pages)
         self._next_look, self._given_back, self._blind = 0.0, 0, False
         self._next_audit, self._worth_telling = 0.0, 1
         self._steps: dict[Bucket | None, Step] = {}
+        self._adapted_steps: dict[Bucket | None, Step] = {}  # whose batches name adapters
         self._flight: Flight | None = None
         self.cache = CacheManager(sizes.pages, sizes.page_size, config.cache.eviction_policy, config.cache.prefix_cache,
                                   pin_share=config.cache.pin_share)
         self.grammars = self.recorder.grammars(lambda: Library(config.scheduler.grammar_backend,
                                                                lambda: _vocabulary(loaded)))
         self._compiling = Compiling(self.grammars, config.scheduler.max_queued_requests)
-        self.scheduler = Scheduler(_limits(config, loaded), self.cache, config.scheduler.schedule_policy, self.grammars,
-                                   self.recorder.answered)
+        limits = _limits(config, loaded)
+        self.scheduler = Scheduler(limits, self.cache, config.scheduler.schedule_policy, self.grammars,
+                                   self.recorder.answered,
+                                   drafting(config, loaded, limits, self.cache.tree, self.recorder, self))
+        self._drafts_on_device = self.scheduler.speculation is not None and self.scheduler.speculation.drafter.on_device
+        self.adapters = Adapters(config.adapters, loaded.adapters, self.scheduler.table.slots, loaded.model,
+                                 loaded.platform, (config.model.served_model_name, loaded.model.config.name))
+        self.embedder = Embedder(self, loaded, config.parallel.tensor_parallel_size)
         self.steps, self.times = 0, StepTimes()
-        self.info = _info(config, loaded, time.monotonic() - began)
+        self.info = replace(engine_info(config, loaded, time.monotonic() - began), **self.adapters.info())
+        tell("warm up", 0, None)
         self._warm_up()
         if self._publisher is not None:
             self._publisher.attach(self.cache)
@@ -131,7 +110,7 @@ class EngineCore:
         request's only output.
         """
         matcher = None
-        if submit.params.grammar is not None:
+        if submit.params.grammar is not None or submit.params.controls is not None:
             self.scheduler.check(submit)
             matcher = self._compiling.start(submit)
             if matcher is None:
@@ -140,7 +119,9 @@ class EngineCore:
 
     def enter(self, submit: Submit, matcher: Matcher | None = None) -> None:
         """Queue a request whose grammar, if it has one, is there. Raises as `submit` does."""
+        submit = biased(submit, matcher)
         self.recorder.submitted(submit)
+        self.adapters.check(submit.adapter)
         self.scheduler.submit(submit, self.recorder.now(), matcher)
 
     def abort(self, ids: Iterable[str], reason: FinishReason = "abort") -> None:
@@ -168,6 +149,7 @@ class EngineCore:
         if len(self._compiling):
             self._take_compiled()
         self.recorder.stepped()
+        self.adapters.renew(self.recorder.now, self.scheduler, self._adapted_steps)
         outputs = self.relieve()
         if outputs is None:
             outputs = self._advance()
@@ -206,11 +188,19 @@ class EngineCore:
 
     def command(self, name: str, **arguments: Any) -> dict[str, Any]:
         """Administrative calls: "stats", "flush_cache", "ping", "verify", "pin" (session, ttl), "unpin" (session).
-        Raises ValueError for another name, `RequestError` for what cannot be pinned."""
+        Raises ValueError for another name, `RequestError` for what cannot be done. Of adapters: "read_adapter" (lora,
+        path, replace), "add_adapter" (and number), "remove_adapter" (lora), "adapters"."""
+        if (answer := self.adapters.before(name, **arguments)) is not None:
+            return answer
+        if name == "embed":
+            return self.embedder.embed(**arguments)
         self.recorder.commanded(name, arguments)
         commands = {"stats": self.stats, "verify": self._verify, "ping": self._ping,
-                    "flush_cache": lambda: {"flushed_pages": self.cache.flush()}, "pin": self._pin,
-                    "unpin": lambda session: {"unpinned": self.cache.pins.unpin(session)}}
+                    "make_room": self.embedder.make_room,
+                    "flush_cache": self._flush_cache, "pin": self._pin,
+                    "unpin": lambda session: {"unpinned": self.cache.pins.unpin(session)},
+                    "add_adapter": self.adapters.add, "remove_adapter": self.adapters.remove,
+                    "adapters": lambda: {"adapters": self.adapters.list()}}
         if name not in commands:
             raise ValueError(f"unknown command {name!r}; there are: {', '.join(sorted(commands))}")
         answer = commands[name](**arguments)
@@ -241,6 +231,7 @@ class EngineCore:
                 self._failed([plan], error)
         self.recorder.close()
         self.grammars.close()
+        self.adapters.close()
         getattr(self._platform, "close", lambda: None)()
         if self._publisher is not None:
             self._publisher.close()
@@ -262,6 +253,11 @@ class EngineCore:
                 self.scheduler.report(refused(submit.id, error))
 
     def _advance(self) -> StepOutputs:
+        if self._flight is not None and self.scheduler.settles_first(self._flight.plan):
+            return self._land().followed_by(self._go_on())
+        return self._go_on()
+
+    def _go_on(self) -> StepOutputs:
         plan = self.scheduler.plan(self.recorder.now())
         turn, self._flight = Turn(self.scheduler, self.times, self._flight), None
         failed: list[tuple[Plan, Exception]] = []
@@ -302,6 +298,8 @@ class EngineCore:
         batch, bucket = build_batch(plan, self.scheduler.table, self._page_size, self._manifest.buckets,
                                     self.scheduler.masks)
         self.scheduler.advance(plan)
+        if self._drafts_on_device:
+            self.scheduler.speculation.launched(plan, batch)
         batch = turn.masked(batch, self._late_masks)
         out, self._state = self.recorder.launch(plan, batch, self.cache, lambda: self._run(bucket, batch))
         self.steps += 1
@@ -312,12 +310,24 @@ class EngineCore:
         return out
 
     def _run(self, bucket: Bucket | None, batch: Batch) -> tuple[Out, State]:
-        step = self._steps.get(bucket)
+        steps = self._steps if batch.adapters is None else self._adapted_steps
+        step = steps.get(bucket)
         if step is None:
-            forward = traced_forward(self._model.forward) if debug_level() >= 4 else self._model.forward
-            step = self._steps[bucket] = self._platform.compile(forward, self._model.weights, bucket)
+            model = self._model if batch.adapters is None else self.adapters.placed or self._model
+            forward = traced_forward(model.forward) if debug_level() >= 4 else model.forward
+            step = steps[bucket] = self._platform.compile(forward, model.weights, bucket)
         self.times.enter(DEVICE)
         return step(self._state, batch)
+
+    def launch_beside(self, steps: dict[Bucket | None, Step], model: Any, batch: Batch) -> Out:
+        """Launch a step of another model (`forward`, `weights`) on the same state, behind all that are launched: a
+        drafter's. steps: those of this model so far, which this adds to. batch: of exact sizes."""
+        batch, bucket = bucketed(batch, self._manifest.buckets)
+        step = steps.get(bucket)
+        if step is None:
+            step = steps[bucket] = self._platform.compile(model.forward, model.weights, bucket)
+        out, self._state = step(self._state, batch)
+        return out
 
     def _failed(self, plans: list[Plan], error: Exception) -> StepOutputs:
         if isinstance(error, EngineDead):  # a rank is gone: no later step can succeed
@@ -336,11 +346,12 @@ class EngineCore:
         that is scored, which shows weights that give no numbers. Raises `CheckpointError` for those, and before all
         `RegistrationError` for a platform whose ops are not all there."""
         _, self._state = check_ops(self._platform, self._manifest, self._state, self._page_size)
-        tries = [SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)]
+        tries = [(SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True), 0)]
         if "logprobs" not in self.scheduler.limits.lacks:
-            tries.append(SamplingParams(max_tokens=1, temperature=0.0, logprobs=0))
-        for params in tries:
-            self.submit(Submit("warm-up", pack_ids([0]), params))
+            tries.append((SamplingParams(max_tokens=1, temperature=0.0, logprobs=0), 0))
+        tries += [(tries[-1][0], known["number"]) for known in self.adapters.list()[:1]]
+        for params, adapter in tries:
+            self.submit(Submit("warm-up", pack_ids([0]), params, adapter=adapter))
             outputs: list[TokenOutput] = []
             while self.has_work:
                 outputs += self.step()
@@ -356,6 +367,11 @@ class EngineCore:
             self.relieve()
             self._audit()
         return {"steps": self.steps, "busy": self.has_work}
+
+    def _flush_cache(self) -> dict[str, Any]:
+        if self.scheduler.speculation is not None:
+            self.scheduler.speculation.flushed()
+        return {"flushed_pages": self.cache.flush()}
 
     def _pin(self, session: str, ttl: float) -> dict[str, Any]:
         pin = self.cache.pin(session, ttl, self.recorder.now())
@@ -402,8 +418,9 @@ class EngineCore:
 
     def stats(self) -> dict[str, Any]:
         """All numbers, as of now."""
-        pool, tree = self.cache.pool, self.cache.tree
+        pool, tree, speculation = self.cache.pool, self.cache.tree, self.scheduler.speculation
         return {**self.scheduler.stats.snapshot(), **self.times.snapshot(),
+                **(speculation.snapshot() if speculation is not None else {}),
                 "running": self.scheduler.running, "waiting": self.scheduler.waiting, "steps": self.steps,
                 "queued_tokens": self.scheduler.queue.tokens, "prompt_chunk": int(self.scheduler.pace.chunk),
                 "pages_total": pool.capacity, "pages_free": pool.free,
@@ -413,7 +430,7 @@ class EngineCore:
                 "evicted_pages": self.cache.evicted_pages, "page_size": self._page_size,
                 "pins": len(self.cache.pins), "pages_pinned": self.cache.pins.pages,
                 "grammars_compiled": self.grammars.compiled, "grammar_compile_seconds": self.grammars.seconds,
-                "grammars_compiling": len(self._compiling),
+                "grammars_compiling": len(self._compiling), **self.adapters.stats(),
                 "kv_event_batches": self._publisher.sequence if self._publisher is not None else 0}
 
 
@@ -446,21 +463,5 @@ def _limits(config: Config, loaded: startup.Loaded) -> Limits:
                   model.vocab_size, model.eos_ids, max_top_logprobs=manifest.max_top_logprobs,
                   max_queued_tokens=s.max_queued_tokens, itl_target=s.itl_target / 1e3,
                   waiting_timeout=s.waiting_timeout, running_timeout=s.running_timeout, platform=manifest.name,
+                  adapters=wanted_slots(config.adapters),
                   lacks=missing_features(loaded.platform, manifest))
-
-
-def _info(config: Config, loaded: startup.Loaded, seconds: float) -> EngineInfo:
-    manifest, model, sizes = loaded.manifest, loaded.model, loaded.sizes
-    return EngineInfo(
-        model=model.config.name, model_path=str(loaded.path),
-        served_name=config.model.served_model_name or model.config.name,
-        platform=manifest.name, platform_reason=loaded.reason, platform_rank=manifest.rank, device=manifest.device,
-        ranks=config.parallel.tensor_parallel_size,
-        dtype=loaded.dtype, kv_dtype=sizes.state.dtype, page_size=sizes.page_size, pages=sizes.pages - 1,
-        max_model_len=sizes.max_model_len, vocab_size=model.config.vocab_size, max_running=sizes.max_running,
-        kv_bytes=sizes.pages * sizes.state.page_bytes(), weight_bytes=model.nbytes,
-        determinism=manifest.determinism, policy=config.scheduler.schedule_policy,
-        eviction_policy=config.cache.eviction_policy, overlap=loaded.overlap,
-        prefix_cache=config.cache.prefix_cache, max_top_logprobs=manifest.max_top_logprobs,
-        eos_ids=model.config.eos_ids, sampling_defaults=loaded.sampling, features=tuple(sorted(manifest.features)),
-        report=tuple(model.report) + loaded.notes, load_seconds=seconds)

@@ -76,7 +76,10 @@ class EngineRestarting(EngineDead):
 
 
 class CheckpointError(IsthmusError, ValueError):
-    """A checkpoint that is missing, truncated, hostile or of an unknown kind."""
+    """A checkpoint that is missing, truncated, hostile or of an unknown kind. What its message quotes is printable."""
+
+    def __init__(self, message: str):
+        super().__init__(printable(message))
 
 
 class ConfigError(IsthmusError, ValueError):

@@ -1,12 +1,13 @@
 """Files that a user or a model named."""
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from pathlib import Path
 from typing import BinaryIO
 
-from .errors import ConfigError
+from .errors import ConfigError, shown
 
 
 def named_path(name: str) -> Path:
@@ -50,6 +51,27 @@ def open_regular(path: Path) -> BinaryIO:
 def _refuse_others(mode: int) -> None:
     if not stat.S_ISREG(mode):
         raise ValueError(f"it is {kind_of(mode)}, no regular file")
+
+
+def open_private(path: str, option: str, flags: int) -> int:
+    """The descriptor of a file for private data, which `option` names: made for its owner alone, or one that nobody
+    else may read or write. flags: how to open it, as for `os.open`.
+
+    Raises `ConfigError` for a link, for what is no regular file and for one that is open to others.
+    """
+    flags |= os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+    where = f"{option} {shown(path)}"
+    try:
+        file = os.open(path, flags, 0o600)
+    except (OSError, ValueError) as error:  # the latter of a NUL
+        why = "it is a symbolic link; name the file itself" if getattr(error, "errno", None) == errno.ELOOP else (
+            getattr(error, "strerror", None) or str(error)).lower()
+        raise ConfigError(f"{where}: {why}") from None
+    mode = os.fstat(file).st_mode
+    if not stat.S_ISREG(mode) or os.name == "posix" and stat.S_IMODE(mode) & 0o077:
+        os.close(file)
+        raise ConfigError(f"{where}: it is no regular file, or others can read it; name a new one")
+    return file
 
 
 def check_written(path: Path, option: str) -> Path:

@@ -30,8 +30,8 @@ class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     device:  what it computes on there, for people.  runner: labels of the machine; hosted: an ordinary one of the CI
     service, so that the job always runs.  install: words after `pip install`, in a fresh environment.
     without: modules that must not be importable there.  environment: variables.  whole: all tests that can be run in
-    that environment, not only those of the platform.  conformance: seconds that the suite takes on two cores; every: a
-    change is held to each so many-th case of it, where a stand-in is slow.
+    that environment but those of stand-ins, not only those of the platform.  conformance: seconds that the suite takes
+    on two cores; every: a change is held to each so many-th case of it, where a stand-in is slow.
     stand_in: the platform that the suite is run on instead, an emulation where the device is not.  shown: what a passed
     case shows with that, as the tables say it; "" = that it runs.
     """
@@ -57,7 +57,8 @@ class Claim(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     pip installs it with, "" = nothing more.  expands: formats that it does not keep are expanded at load.
     ops:   op -> limits for people, "" = none.  lacks: op or feature -> why it has none; every op and feature is in one
     of `ops`, `features` and `lacks`, words of `LATER` excepted.
-    options: name -> the values that it takes, () = any that the platform itself understands; None = not said.
+    options: name -> the values that it takes, "1..8" = numbers between, () = any that the platform itself understands;
+    None = not said.
     ci:    how it is tested.
     """
 

@@ -34,6 +34,37 @@ class GrammarSpec(msgspec.Struct, frozen=True, array_like=True):
     field: str = "grammar"
 
 
+class ThinkingSpec(msgspec.Struct, frozen=True, array_like=True):
+    """How a model writes its thinking, for a grammar that holds behind it and for a budget.
+
+    opened: the prompt ends inside it. begin: packed ids that open it. ends: texts of which each ends it. stop: packed
+    ids that end it when `budget` tokens, -1 for no limit, are used up.
+    """
+
+    opened: bool
+    begin: bytes
+    ends: tuple[str, ...]
+    stop: bytes
+    budget: int = -1
+
+
+class ControlSpec(msgspec.Struct, frozen=True, array_like=True):
+    """What an output may not hold, beside its grammar. allowed, banned: packed ids, b"" = no such list. phrases: packed
+    ids, of at least two tokens. processors: names and arguments as JSON, of `core.grammar.processors`."""
+
+    allowed: bytes = b""
+    banned: bytes = b""
+    phrases: tuple[bytes, ...] = ()
+    processors: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def fields(self) -> str:
+        """The client's names of what is set, for messages."""
+        return ", ".join(name for name, value in (
+            ("allowed_token_ids", self.allowed), ("bad_words", self.banned or self.phrases),
+            ("logits_processors", self.processors)) if value)
+
+
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     """How one request samples; ranges are checked by `core.server.validate` before it gets here.
 
@@ -42,7 +73,8 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     logprobs: None = none, K = the sampled token's and the K best. prompt_logprobs: the same for prompt tokens.
     stop: strings, matched on text by the detokenizer. stop_token_ids: extra ids that end the output.
     eos ids come from the model; ignore_eos switches them off. min_tokens bans every stop id before that many.
-    grammar: the output is one of its sentences or, at max_tokens, the beginning of one.
+    grammar: the output is one of its sentences or, at max_tokens, the beginning of one. thinking: what may come before.
+    controls: what it may not hold.
     """
 
     max_tokens: int = 16
@@ -64,6 +96,8 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     grammar: GrammarSpec | None = None
+    thinking: ThinkingSpec | None = None
+    controls: ControlSpec | None = None
 
 
 class CacheHint(msgspec.Struct, frozen=True, array_like=True):
@@ -80,9 +114,10 @@ class CacheHint(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
-    """A new request. `prompt`: packed ids. `domain` keeps cache entries apart (adapter, salt, images); b"" = shared.
+    """A new request. `prompt`: packed ids. `domain` keeps cache entries apart (salt, images); b"" = shared.
 
     tenant: whose share it counts against. ttft: seconds in which its first token is wanted, 0 = no wish.
+    adapter: number of the low-rank adapter that it is computed with, 0 = none. It keeps cache entries apart too.
     """
 
     id: str
@@ -94,6 +129,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     tenant: str = ""
     ttft: float = 0.0
     hint: CacheHint | None = None
+    adapter: int = 0
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
@@ -135,6 +171,8 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
     handle: the request's short name in `TokenOutputs` from its first output on, else -1.
     prompt_tokens and cached_tokens (those whose K and V came from the cache) are set on the first output.
     prompt_logprobs: of prompt tokens 1..n-1 (the first has none), on the first output, if asked.
+    drafted, accepted: tokens of drafts that were proposed for the request, and kept, with its finish.
+    queued: seconds from arrival until it was first computed, on the first output; -1 = not told.
     error, status, code, param, retry_after: what `RequestError` carries, when finish is "error".
     Every submitted request gets exactly one output with a finish, also when it is aborted.
     """
@@ -153,6 +191,9 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
     param: str | None = None
     retry_after: float = 0.0
     handle: int = -1
+    queued: float = -1.0
+    drafted: int = 0
+    accepted: int = 0
 
 
 def refused(id: str, error: RequestError) -> TokenOutput:
@@ -177,6 +218,7 @@ class Watch(msgspec.Struct, frozen=True, tag=True):
 
     It travels as a second frame of `Submit`; the scheduler passes it on before the request's first output, on the same
     ordered socket, so that it is always known in time. min_tokens: stop strings within the first so many are ignored.
+    shown: control tokens that leave their spelling although others are skipped: parsers of replies read them.
     """
 
     id: str
@@ -184,6 +226,7 @@ class Watch(msgspec.Struct, frozen=True, tag=True):
     include_stop: bool = False
     skip_special: bool = True
     min_tokens: int = 0
+    shown: tuple[int, ...] = ()
 
 
 class TextOutput(msgspec.Struct, frozen=True, array_like=True):
@@ -191,7 +234,8 @@ class TextOutput(msgspec.Struct, frozen=True, array_like=True):
 
     text: complete characters only; the one that a limit or an abort cuts is left out. tokens: packed ids behind it; a
     token that ends inside a stop string is counted.
-    finish, logprobs, prompt_*, cached_tokens, error: as in `TokenOutput`. completion_tokens: of all outputs so far.
+    finish, logprobs, prompt_*, cached_tokens, error, queued, drafted, accepted: as in `TokenOutput`. completion_tokens:
+    of all outputs so far.
     stop_reason: the stop string as text, or the stop id as a number.
     """
 
@@ -210,6 +254,9 @@ class TextOutput(msgspec.Struct, frozen=True, array_like=True):
     code: str | None = None
     param: str | None = None
     retry_after: float = 0.0
+    queued: float = -1.0
+    drafted: int = 0
+    accepted: int = 0
 
 
 def request_error(output: TextOutput) -> RequestError:

@@ -95,7 +95,10 @@ class Batch(NamedTuple):
     pages: np.ndarray       # [B, P] int32, page table; entries past the context are 0
     logit_rows: np.ndarray  # [L] int32, index into T of the tokens whose logits are wanted
     targets: np.ndarray     # [L] int32; -1 = sample and keep the token in State; -2 = padding; else score this token
+    #                         several of a row may be sampled (drafts): any of them is kept, and nobody reads it
     sampling: Sampling
+    adapters: np.ndarray | None = None  # [T] int32, number of the low-rank adapter of the token's row, 0 = none; None =
+    #                                     no row has one: of a step's batches either all have this field or none has
 
 
 class StepResult(NamedTuple):

@@ -96,11 +96,12 @@ FEATURES = {
     "kv_scales": "scales of K and V in 8-bit floats",
     "overlap": "a step can be launched before the previous one is collected",
     "export_pages": "pages can be copied to the host and back",
+    "adapters": "rows of one batch with different low-rank adapters",
 }
 
 
 # Words that came after platforms of this version were written: a manifest.toml need not say that it lacks them.
-LATER = ("expert_groups", "partial_rope", "kv_scales", "late_mask")
+LATER = ("expert_groups", "partial_rope", "kv_scales", "late_mask", "adapters")
 
 
 class Step(Protocol):
@@ -123,7 +124,8 @@ class Ops(Protocol):
 
     def embed(self, ids: Tensor, weight: Weight) -> Tensor:
         """[T] ids -> [T, D] in the compute dtype. Ids below 0 stand for the last sampled token of their row's sequence
-        slot (see `Batch.tokens`): ids are the batch's tokens, and each is looked up in State under its row's slot."""
+        slot (see `Batch.tokens`): ids are the batch's tokens, and each is looked up in State under its row's slot. With
+        the feature "adapters" also of the batch's `adapters`, none of which is below 0."""
         ...
 
     def linear(self, x: Tensor, weight: Weight, bias: Weight | None = None) -> Tensor:

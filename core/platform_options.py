@@ -2,6 +2,7 @@
 the platform itself has the last word."""
 from __future__ import annotations
 
+import math
 import re
 
 from .discovery import list_platforms
@@ -42,5 +43,28 @@ def check_options(platform: str, pairs: tuple[str, ...]) -> None:
         if name not in known:
             has = f"it has {', '.join(known)}" if known else "it has none"
             raise ConfigError(f"{about}the {platform} platform has no option {name[:40]}{suggest(name, known)}; {has}")
-        if known[name] and value not in known[name]:
-            raise ConfigError(f"{about}one of {', '.join(known[name])} is needed")
+        if known[name] and not any(is_in(value, allowed) for allowed in known[name]):
+            raise ConfigError(f"{about}{_wanted(known[name])} is needed")
+
+
+def _range(allowed: str) -> tuple[str, str] | None:
+    """("1", "8") for "1..8"."""
+    match = re.fullmatch(r"(-?\d+(?:\.\d+)?)\.\.(-?\d+(?:\.\d+)?)", allowed)
+    return (match[1], match[2]) if match else None
+
+
+def is_in(value: str, allowed: str) -> bool:
+    """Whether a value is the one that is allowed, or a number between "1..8", whole unless an end has a point."""
+    if (ends := _range(allowed)) is None:
+        return value == allowed
+    kind = float if any("." in end for end in ends) else int
+    try:
+        number = kind(value)
+    except ValueError:
+        return False
+    return math.isfinite(number) and kind(ends[0]) <= number <= kind(ends[1])
+
+
+def _wanted(allowed: tuple[str, ...]) -> str:
+    words = [f"a number from {ends[0]} to {ends[1]}" if (ends := _range(each)) else each for each in allowed]
+    return words[0] if len(words) == 1 and _range(allowed[0]) else f"one of {', '.join(words)}"

@@ -16,7 +16,7 @@ from .errors import shown as shown_value
 from .files import is_there, read_text
 from .suggest import suggest
 
-SECRET = ("api_key",)
+SECRET = ("api_key", "admin_api_key")
 MAX_FILE = 1 << 16  # characters
 NOTHING = "{} is set, but holds no {}; give one or leave the setting out"
 FLAGS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
@@ -93,8 +93,9 @@ def check(setting: Setting, value: Any, label: str) -> Any:
         match = re.fullmatch(r"tcp://[^/\s]+:(\d{1,5})|ipc://\S+", value, re.ASCII)
         if not match or int(match[1] or 0) > 65535:
             raise ConfigError(f"{label}: {shown_value(value)} is not an address such as tcp://127.0.0.1:5557")
-    if choices and value not in choices:
-        raise ConfigError(f"{label}: {shown_value(value)} is not one of {', '.join(choices)}{suggest(value, choices)}")
+    for one in (value if isinstance(value, tuple) else (value,)) if choices else ():
+        if one not in choices:
+            raise ConfigError(f"{label}: {shown_value(one)} is not one of {', '.join(choices)}{suggest(one, choices)}")
     if (least is not None and amount < least) or (most is not None and amount > most):
         limits = f"at least {least}" if most is None else f"between {least} and {most}"
         raise ConfigError(f"{label}: {value} is out of range, it must be {limits}")

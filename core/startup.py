@@ -5,12 +5,13 @@ A platform answers questions (its manifest); it never changes a setting. Every c
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from .adapters.store import Prepared, prepared
 from .config import Config, shown_size, size_bytes
 from .discovery import choose_platform, load_platform, probe, told
 from .errors import CheckpointError, ConfigError
@@ -18,9 +19,10 @@ from .models.config import ModelConfig
 from .models.loader import LoadedModel, load_model, read_config
 from .platform import Manifest
 from .platform_options import platform_options
-from .specs import StateSpec
+from .specs import LayerState, StateSpec
+from .speculation.companion import Loading, companion
 from .weights.checkpoint import open_checkpoint
-from .weights.sources import recommended_sampling, resolve_model
+from .weights.sources import recommended_sampling, resolve_adapter, resolve_model
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +47,7 @@ class Sizes:
 @dataclass(frozen=True)
 class Loaded:
     """A probed platform with a model on it. `sampling` is what the model's makers recommend; `notes` tell what was
-    decided beyond the settings."""
+    decided beyond the settings; `stored` how many weights the checkpoint has in which format."""
 
     platform: Any
     manifest: Manifest
@@ -57,6 +59,8 @@ class Loaded:
     overlap: bool
     sampling: dict[str, float]
     notes: tuple[str, ...]
+    adapters: Prepared | None = None
+    stored: Mapping[str, int] = field(default_factory=dict)
 
 
 def load(config: Config, progress: Progress | None = None, platform: Any = None) -> Loaded:
@@ -92,19 +96,33 @@ def _load_on(platform: Any, manifest: Manifest, reason: str, config: Config, tel
     with named(path), open_checkpoint(path) as checkpoint:
         # What cannot fit is refused before the weights are read; the real figures count afterwards.
         settings = read_config(checkpoint)[1]
-        fit_memory(config, manifest, (settings.experts_apart(world) if apart else settings).per_rank(world), dtype,
-                   page_size, max(0, manifest.memory_free - checkpoint.nbytes // world))
+        drafts = companion(config.speculation.speculative, Loading(
+            checkpoint, settings, platform, manifest, dtype, page_size, world, config.model.strict,
+            lambda name: Path(resolve_model(name, None, tell)), lambda done, total: tell("load drafter", done, total)))
+        check_weights(settings.name + (" with its drafter" if drafts.nbytes else ""),
+                      checkpoint.nbytes + drafts.nbytes, manifest, world)
+        shared = (settings.experts_apart(world) if apart else settings).per_rank(world)
+        fit_memory(config, manifest, shared, dtype, page_size,
+                   max(0, manifest.memory_free - (checkpoint.nbytes + drafts.nbytes) // world),
+                   shared.state_layers + drafts.layers)
         model = load_model(checkpoint, platform, manifest, dtype, config.model.strict,
                            lambda done, total: tell("load weights", done, total), page_size, world, apart)
-        sampling = recommended_sampling(path, checkpoint.generation)
-    free = _free_memory(platform, manifest, model.nbytes // world)
-    sizes, notes = fit_memory(config, manifest, model.config.per_rank(world), dtype, page_size, free)
+        model = drafts.joined(model)
+        sampling, stored = recommended_sampling(path, checkpoint.generation), checkpoint.census()
+    adapters = prepared(config.adapters, model, manifest, lambda name: resolve_adapter(name, tell))
+    free = max(0, _free_memory(platform, manifest, model.nbytes // world) - adapters.nbytes // world)
+    sizes, notes = fit_memory(config, manifest, model.config.per_rank(world), dtype, page_size, free,
+                              model.state_layers)
     overlap = config.scheduler.overlap and "overlap" in manifest.features
     if config.scheduler.overlap and not overlap:
         notes.append(f"overlap is off: {manifest.name} finishes each step before the next can be launched")
     if "penalties" not in manifest.features and sampling.pop("repetition_penalty", None):
         notes.append(f"the model's recommended repetition penalty is left out: {manifest.name} has no penalties")
-    return Loaded(platform, manifest, reason, path, model, dtype, sizes, overlap, sampling, tuple(notes))
+    if adapters.limits.slots:
+        notes.append(f"{shown_size(adapters.nbytes)} are kept for {adapters.limits.slots} adapters of rank "
+                     f"{adapters.limits.rank} at once")
+    return Loaded(platform, manifest, reason, path, model, dtype, sizes, overlap, sampling, tuple(notes), adapters,
+                  stored)
 
 
 @contextmanager
@@ -159,8 +177,9 @@ def compute_dtype(config: Config, manifest: Manifest) -> str:
         return manifest.compute_dtypes[0]
     dtype = DTYPES[config.model.dtype]
     if dtype not in manifest.compute_dtypes:
+        flags = {neck: name for name, neck in DTYPES.items()}
         raise ConfigError(f"--dtype {config.model.dtype}: {manifest.name} computes in "
-                          f"{', '.join(manifest.compute_dtypes)}")
+                          f"{', '.join(flags.get(each, each) for each in manifest.compute_dtypes)}")
     return dtype
 
 
@@ -184,6 +203,19 @@ def choose_page_size(config: Config, manifest: Manifest) -> int:
     return size
 
 
+def check_weights(model: str, nbytes: int, manifest: Manifest, world: int) -> None:
+    """Raises `ConfigError` with the numbers and the ways out for weights that no device has the memory for. nbytes: of
+    the checkpoint; formats without a kernel take more."""
+    share, free = nbytes // world, manifest.memory_free
+    if share >= free:
+        each = f" on each of {world} devices" if world > 1 else ""
+        left = f"{shown_size(free)} of {shown_size(manifest.memory_total)} are free on {manifest.device}"
+        raise ConfigError(f"{model} does not fit: its weights need {shown_size(share)}{each}, and {left}. A smaller "
+                          f"quantization of it (such as Q4_K_M or int4) needs less, --tensor-parallel-size {2 * world} "
+                          "shares it among more devices, and what else holds memory can be ended (`isthmus ps` lists "
+                          "servers)")
+
+
 def _free_memory(platform: Any, manifest: Manifest, weight_bytes: int) -> int:
     """Bytes left on one device after its weights: measured where the platform can, else computed."""
     if callable(getattr(platform, "memory", None)):
@@ -195,9 +227,10 @@ def _free_memory(platform: Any, manifest: Manifest, weight_bytes: int) -> int:
     return max(0, manifest.memory_free - weight_bytes)
 
 
-def fit_memory(config: Config, manifest: Manifest, model: ModelConfig, dtype: str, page_size: int,
-               free: int) -> tuple[Sizes, list[str]]:
-    """How many pages there are, and the limits that follow. Raises `ConfigError` with the numbers when none fit."""
+def fit_memory(config: Config, manifest: Manifest, model: ModelConfig, dtype: str, page_size: int, free: int,
+               layers: tuple[LayerState, ...] = ()) -> tuple[Sizes, list[str]]:
+    """How many pages there are, and the limits that follow. Raises `ConfigError` with the numbers when none fit.
+    layers: the caches of all layers, where they are not just the model's."""
     notes: list[str] = []
     settings = config.scheduler
     chunk = settings.chunked_prefill_size
@@ -205,7 +238,7 @@ def fit_memory(config: Config, manifest: Manifest, model: ModelConfig, dtype: st
     if manifest.buckets:
         running = min(running, manifest.buckets.rows[-1])
         chunk = max(1, min(chunk, manifest.buckets.tokens[-1] - running))
-    state = StateSpec(model.state_layers, choose_kv_dtype(config, manifest, dtype), page_size, running + 1)
+    state = StateSpec(layers or model.state_layers, choose_kv_dtype(config, manifest, dtype), page_size, running + 1)
     limit = config.model.max_model_len or model.max_position
     if limit > model.max_position:
         raise ConfigError(f"--max-model-len {limit}: {model.name} was made for "
@@ -221,12 +254,25 @@ def fit_memory(config: Config, manifest: Manifest, model: ModelConfig, dtype: st
     room = (pages - 1) * page_size
     if limit > room:
         if config.model.max_model_len:
-            need = -(-limit // page_size) * state.page_bytes()
+            need = (-(-limit // page_size) + 1) * state.page_bytes()
+            ways = [f"--max-model-len {room} fits", *_smaller_dtypes(manifest, state, limit, budget)]
+            if need <= free:
+                ways.append(f"--kv-cache-memory {-(-need // 2**20)}MiB is enough, {shown_size(free)} are free")
             raise ConfigError(f"--max-model-len {limit} needs {shown_size(need)} for K and V, {shown_size(budget)} "
-                              "are given: raise --kv-cache-memory or lower --max-model-len")
+                              f"are given: {'; '.join(ways)}")
         notes.append(f"context {room} tokens instead of {limit}: {shown_size(budget)} of K and V hold no more")
         limit = room
     return Sizes(state, page_size, pages, limit, running, chunk), notes
+
+
+def _smaller_dtypes(manifest: Manifest, state: StateSpec, limit: int, budget: int) -> list[str]:
+    """What to say of a dtype of K and V in which `limit` tokens would fit: nothing, or the flag."""
+    flags = {neck: name for name, neck in KV_DTYPES.items()}
+    for dtype in manifest.kv_dtypes:
+        pages = -(-limit // state.page_size) + 1
+        if pages * replace(state, dtype=dtype).page_bytes() <= budget:
+            return [f"--kv-cache-dtype {flags[dtype]} makes it fit"]
+    return []
 
 
 def _pages(config: Config, manifest: Manifest, state: StateSpec, useful: int, free: int,
@@ -248,6 +294,9 @@ def _pages(config: Config, manifest: Manifest, state: StateSpec, useful: int, fr
                          "--kv-cache-memory gives prefixes more")
     if pages < 2 + 16 // state.page_size:
         tokens = max(0, pages - 1) * state.page_size
+        least = (2 + 16 // state.page_size) * page
+        way = f"; --kv-cache-memory {-(-least // 2**20)}MiB is the least" if least <= free else (
+            "; a smaller model or quantization leaves more")
         raise ConfigError(f"--kv-cache-memory {asked or '(not set)'}: {shown_size(budget)} for K and V hold no more "
-                          f"than {tokens} tokens, too few to serve; {shown_size(free)} are free")
+                          f"than {tokens} tokens, too few to serve; {shown_size(free)} are free{way}")
     return pages, budget

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 
 
 def closest(word: str, known: Iterable[str], likeness: float = 0.6) -> str | None:
-    """The known word most like `word`, or None. Upper and lower case count as the same."""
-    by_lower = {name.lower(): name for name in known}
-    close = difflib.get_close_matches(word.lower(), by_lower, 1, likeness)
+    """The known word most like `word`, or None. Upper and lower case are the same, dashes in front nothing."""
+    by_lower = {name.lower().lstrip("-"): name for name in known}
+    close = difflib.get_close_matches(word.lower().lstrip("-"), by_lower, 1, likeness)
     return by_lower[close[0]] if close else None
 
 

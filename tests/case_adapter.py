@@ -1,17 +1,22 @@
 """What the handed library cases call (`../shared/cases/ADAPTER.md`): thin wrappers over the engine's own components.
 
 Functions missing here make their cases skip: merge_states (no split-KV yet), make_allocator (pages have one
-owner here, not a count; tests/test_pool.py), page_keys (images), parse_tools and stream_tools (issue 6).
+owner here, not a count; tests/test_pool.py), page_keys (images).
 """
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 from isthmus.core.cache.radix import RadixTree
 from isthmus.core.errors import RequestError as ClientError
 from isthmus.core.messages import pack_ids
 from isthmus.core.models.rope import rope_inv_freq
+from isthmus.core.parsers.choose import CALLS
+from isthmus.core.parsers.contract import CallArguments, CallBegin, Content, Tool
 from isthmus.core.platform import AttentionSpec, Penalties
 from isthmus.core.scheduler.request import History
+from isthmus.core.server.chat import delta
+from isthmus.core.server.protocol import ChatRequest
 from isthmus.core.text import ChatTemplate, StopFilter, Tokenizer, Utf8Stream
 from isthmus.core.text import load_tokenizer as _load_tokenizer
 from isthmus.core.weights import open_checkpoint
@@ -42,6 +47,38 @@ def render_chat(template, messages, tools=None, add_generation_prompt=True, cont
                 eos_token="", **kwargs) -> str:
     chat = ChatTemplate(template, None, {"bos_token": bos_token, "eos_token": eos_token})
     return chat.render(messages, tools, add_generation_prompt, continue_final_message, **kwargs)
+
+
+class AnyTools(dict):
+    """The cases name no tools: any name counts."""
+
+    def __contains__(self, name) -> bool:
+        return True
+
+    def get(self, name, default=None) -> Tool:
+        return Tool(name, {})
+
+
+def _events(fmt: str, chunks: list[str]) -> list:
+    parser = CALLS.create(fmt).parser(AnyTools())
+    return [event for chunk in chunks for event in parser.feed(chunk)] + parser.finish()
+
+
+def parse_tools(fmt: str, text: str) -> tuple[str, list[tuple[str, str]]]:
+    content, calls = "", []
+    for event in _events(fmt, [text]):
+        if isinstance(event, Content):
+            content += event.text
+        elif isinstance(event, CallBegin):
+            calls.append((event.name, ""))
+        elif isinstance(event, CallArguments):
+            calls[event.index] = (calls[event.index][0], calls[event.index][1] + event.text)
+    return content, calls
+
+
+def stream_tools(fmt: str, chunks: list[str]) -> list[dict]:
+    made = (delta(event, ChatRequest.model_construct()) for event in _events(fmt, chunks))
+    return [msgspec.to_builtins(one) for one in made if one is not None]
 
 
 def load_vocab(path) -> Tokenizer:

@@ -1,6 +1,7 @@
 """Tests declare what they need of a platform, never its name: `needs(...)` marks and the fixture `platform_name`."""
 from __future__ import annotations
 
+import signal
 from collections import Counter
 
 import pytest
@@ -13,6 +14,12 @@ _seconds: Counter[str] = Counter()
 
 def pytest_addoption(parser):
     parser.addoption("--platform", help="try tests with the fixture `platform_name` on this platform only")
+
+
+def pytest_configure():
+    """A shell's background job ignores SIGINT, and so would all that tests start and interrupt."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def platforms_of_the_tree() -> list[str]:

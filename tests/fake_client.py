@@ -210,18 +210,32 @@ def make_app(server: dict | None = None, model: dict | None = None, scheduler: d
     from isthmus.core.config import CacheSettings, Config, ModelSettings, SchedulerSettings, ServerSettings
     from isthmus.core.server.app import create_app
     from isthmus.core.server.text_service import TextService
-    config = Config(server=ServerSettings(**(server or {})), model=ModelSettings(**(model or {})),
-                    scheduler=SchedulerSettings(**(scheduler or {})), cache=CacheSettings(**(cache or {})))
+    config = Config(server=ServerSettings(**{"allowed_hosts": ("*",), **(server or {})}),
+                    model=ModelSettings(**(model or {})), scheduler=SchedulerSettings(**(scheduler or {})),
+                    cache=CacheSettings(**(cache or {})))
     fake, template = FakeClient(config, **client), ChatMarks()
     return SimpleNamespace(app=create_app(fake, TextService(ByteTokenizer(), template), config), client=fake,
                            template=template)
 
 
-async def drive(app: Any, path: str, body: bytes, hang_up: Any = None, headers: dict | None = None) -> list[dict]:
-    """One POST straight through ASGI; the client hangs up as soon as `hang_up(messages sent so far)` is true."""
+class Direct:
+    """Stands for `core.server.connection.Direct`: what is written joins the messages, marked as direct."""
+
+    def __init__(self, sent: list[dict]):
+        self.sent, self.open = sent, True
+
+    def write(self, data: bytes) -> None:
+        assert self.open and data
+        self.sent.append({"type": "http.response.body", "body": data, "more_body": True, "direct": True})
+
+
+async def drive(app: Any, path: str, body: bytes, hang_up: Any = None, headers: dict | None = None,
+                direct: Any = None) -> list[dict]:
+    """One POST straight through ASGI; the client hangs up as soon as `hang_up(messages sent so far)` is true. direct:
+    makes the extension of that name from the list of messages."""
     sent: list[dict] = []
     gone, chunks = asyncio.Event(), [body]
-    fields = {"content-type": "application/json", "host": "test", **(headers or {})}
+    fields = {"content-type": "application/json", "host": "localhost", **(headers or {})}
 
     async def receive() -> dict:
         if chunks:
@@ -237,8 +251,25 @@ async def drive(app: Any, path: str, body: bytes, hang_up: Any = None, headers: 
     scope = {"type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1", "method": "POST",
              "scheme": "http", "path": path, "raw_path": path.encode(), "query_string": b"", "root_path": "",
              "headers": [(k.encode(), v.encode()) for k, v in fields.items()], "client": ("test", 1),
-             "server": ("test", 80)}
+             "server": ("test", 80), **({"extensions": {"isthmus.direct": direct(sent)}} if direct else {})}
     if hang_up is not None and hang_up(sent):
         asyncio.get_running_loop().call_later(0.02, gone.set)
     await app(scope, receive, send)
     return sent
+
+
+def fixtures(**settings: Any) -> tuple[Any, Any]:
+    """The fixtures `made`, what `make_app` gives for these settings, and `http`, a client for it in this process."""
+    import pytest
+    from starlette.testclient import TestClient
+
+    @pytest.fixture
+    def made():
+        return make_app(**settings)
+
+    @pytest.fixture
+    def http(made):
+        with TestClient(made.app) as client:
+            yield client
+
+    return made, http

@@ -1,6 +1,7 @@
 """An engine without a model, for tests of everything around it: request n gives the ids of its prompt back, in turn."""
 from __future__ import annotations
 
+import gc
 import os
 import time
 from collections import OrderedDict
@@ -99,6 +100,8 @@ class FakeEngine:
     def command(self, name):
         if name == "flush_cache":
             raise RequestError("2 requests are running")
+        if name == "frozen":
+            return {"objects": gc.get_freeze_count()}
         return {"running": len(self.running), "steps": self.steps, "busy": self.has_work}
 
     def report(self):

@@ -1,6 +1,6 @@
 """The JSON Schema Test Suite against a grammar backend: which schemas are taken, and what they then allow.
 
-    python -m tests.json_schema_suite ../shared/data/json_schema_test_suite/tests/draft2020-12
+    python -m tests.json_schema_suite [--backend xgrammar] ../shared/data/json_schema_test_suite/tests/draft2020-12
 
 prints the table of docs/structured_output.md. A schema is taken or refused; of one that is taken no invalid instance
 may be allowed, and valid ones may be missed (other spellings of a number, another order of keys).
@@ -146,8 +146,9 @@ def judge(backend: GrammarBackend, group: Group) -> Verdict:
                    [name for name, valid, allowed in found if valid and not allowed])
 
 
-def main(folders: list[str]) -> None:
-    backend = open_backend("llguidance", Bytes())
+def main(words: list[str]) -> None:
+    name, folders = (words[1], words[2:]) if words[:1] == ["--backend"] else ("llguidance", words)
+    backend = open_backend(name, Bytes())
     print("| draft | schemas | taken | refused | instances | invalid allowed | valid missed |")
     print("|---|---|---|---|---|---|---|")
     reasons: Counter[str] = Counter()

@@ -43,8 +43,7 @@ class Mutant(NamedTuple):
 
 
 SCHEDULER = [
-    Mutant("two tokens share a slot", batch, "build_batch", "last % np.int32(page_size)",
-           "last % np.int32(page_size) // 2"),
+    Mutant("two tokens share a slot", batch, "build_batch", "* page_size + last", "* page_size + last // 2 * 2"),
     Mutant("two tokens of a prompt share a slot", batch, "_chunk_slots", "+ np.arange(page_size)",
            "+ np.arange(page_size) // 2"),
     Mutant("a prompt is written one off", batch, "_chunk_slots",
@@ -68,7 +67,7 @@ SCHEDULER = [
     Mutant("the last prompt page is cached too early", Prefills, "chunk", "min(stop, known - 1)", "stop"),
     Mutant("an exact hit computes nothing", Scheduler, "_admit", "request.known - 1 if", "request.known if"),
     Mutant("scored prompts come from the cache", Scheduler, "_admit", "if not request.score else 0", ""),
-    Mutant("the domain is lost", Request, "__init__", "submit.domain", 'b""'),
+    Mutant("the domain is lost", Request, "__init__", "params, submit.domain,", 'params, b"",'),
     Mutant("a token still on the device is not taken", batch, "build_batch",
            "np.where(table.known[decode] > last, table.last[decode], np.int32(-1))", "table.last[decode]"),
     Mutant("a token after the end is reported", Scheduler, "_take", "if request.finish:", "if False:"),

@@ -6,9 +6,8 @@ reads it off the batch, the oracle off the request, so a wrong page, uniform, pe
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from isthmus.core.cache.manager import CacheManager
@@ -18,20 +17,32 @@ from isthmus.core.messages import GrammarSpec, Logprobs, SamplingParams, Submit,
 from isthmus.core.plan import Batch, Out, StepResult
 from isthmus.core.scheduler import batch as batch_module
 from isthmus.core.scheduler.admission import Limits
+from isthmus.core.scheduler.plans import Drafts
 from isthmus.core.scheduler.policy import POLICIES
-from isthmus.core.scheduler.request import cache_domain, penalised
+from isthmus.core.scheduler.request import cache_domain
 from isthmus.core.scheduler.scheduler import Plan, Scheduler
-from isthmus.core.scheduler.table import uniforms
 from isthmus.core.scheduler.times import StepTimes
 from isthmus.core.specs import Buckets, LayerState, StateSpec
+from isthmus.core.speculation.contract import Drafter, Proposals, View
+from isthmus.core.speculation.speculation import Drafting
 from isthmus.core.turn import Flight, Turn
-from isthmus.platforms.null.platform import Platform, State, nearest, next_token
+from isthmus.platforms.null.platform import Platform, State, nearest
 
+from .hashed import (
+    EOS,
+    GRAMMARS,
+    MAX_LEN,
+    VOCAB,
+    allowed_after,
+    draw_token,
+    grammar_after,
+    logprob_of,
+    received,
+    requested,
+    stop_ids,
+)
 from .queued import Fault, Queue
-from .toy_grammar import Toy, ToyLibrary
 
-VOCAB, EOS, MAX_LEN = 40, 3, 48
-GRAMMARS = ToyLibrary(VOCAB, EOS)
 DOMAINS = (b"", b"", b"", cache_domain(salt="a"), cache_domain(adapter=("a", 1)))
 PARAMS: dict[str, tuple[Any, ...]] = {
     "max_tokens": (0, 1, 2, 8, 20, 40, 40), "min_tokens": (0, 0, 0, 4), "temperature": (0.0, 0.0, 1.0, 1.5),
@@ -40,96 +51,6 @@ PARAMS: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (0.0, 0.0, 0.0, 0.5), "logit_bias": ({}, {}, {}, {7: -0.5, EOS: 4.0}, {1: float("-inf")}),
     "stop_token_ids": ((), (), (5, 9)), "ignore_eos": (False, True), "logprobs": (None, None, None, 0, 2),
     "prompt_logprobs": (None, None, None, None, None, 3)}
-
-
-# ---- the model
-
-class Draw(NamedTuple):
-    """What decides a token besides the context. knobs: of the draw, () = greedy; penalties: factors, then counts."""
-
-    knobs: tuple[float, ...]
-    penalties: tuple[tuple[float, ...], ...]
-    bias: dict[int, float]
-
-
-def draw_token(context: Iterable[int], draw: Draw) -> int:
-    """The model's next token: a hash, then the next id that is not banned."""
-    numbers = [*draw.knobs, *(n for part in draw.penalties for n in part)]
-    numbers += [n for item in sorted(draw.bias.items()) for n in item if n != float("-inf")]
-    token = next_token(np.array([*context, *(round(n * 2**12) for n in numbers)], np.int64), VOCAB)
-    while draw.bias.get(token, 0) == float("-inf"):
-        token = (token + 1) % VOCAB
-    return token
-
-
-def requested(submit: Submit, outputs: list[int]) -> Draw:
-    """The draw that a request asks for after `outputs`, from its parameters alone."""
-    p, prompt = submit.params, unpack_ids(submit.prompt).tolist()
-    knobs = ()
-    if p.temperature > 0:
-        u = uniforms(np.array([p.seed or 0], np.uint64), np.array([len(outputs)], np.int32))[0]
-        knobs = (float(u) * 2**12, p.temperature, p.top_k, p.top_p, p.min_p)
-    counts = [(t, outputs.count(t)) for t in sorted({*prompt, *outputs})] if penalised(p) else []
-    factors = [(p.repetition_penalty, p.presence_penalty, p.frequency_penalty)] if penalised(p) else []
-    bias = dict(p.logit_bias)
-    if len(outputs) < p.min_tokens and p.grammar is None:  # whose mask sees to it
-        bias |= dict.fromkeys(stop_ids(p), float("-inf"))
-    return Draw(knobs, (*factors, *counts), bias)
-
-
-def received(context: np.ndarray, batch: Batch, i: int) -> Draw:
-    """The draw that logit row `i` of a batch carries."""
-    s, knobs, penalties, bias = batch.sampling, (), (), {}
-    if s.temperature is not None and s.temperature[i] > 0:
-        off = ((s.top_k, 0), (s.top_p, 1), (s.min_p, 0))
-        rest = [default if column is None else float(column[i]) for column, default in off]
-        knobs = (float(s.uniform[i]) * 2**12, float(s.temperature[i]), *rest)
-    if s.penalties is not None:
-        p = s.penalties
-        mine = p.rows == i
-        counts = dict(zip(p.ids[mine].tolist(), p.counts[mine].tolist(), strict=True))
-        assert len(counts) == mine.sum(), "a (row, id) pair of the penalties repeats"
-        if p.pending[i]:
-            counts[int(context[-1])] = counts.get(int(context[-1]), 0) + 1
-        factors = (float(p.repetition[i]), float(p.presence[i]), float(p.frequency[i]))
-        assert counts or factors == (1, 0, 0), f"row {i} has penalties {factors} and no counts"
-        penalties = (factors, *sorted(counts.items())) if factors != (1, 0, 0) else ()
-    if s.bias is not None:
-        for token, value in zip(s.bias.ids[s.bias.rows == i], s.bias.values[s.bias.rows == i], strict=True):
-            bias[int(token)] = bias.get(int(token), 0) + float(value)
-    return Draw(knobs, penalties, bias)
-
-
-def stop_ids(params: SamplingParams) -> set[int]:
-    return {*params.stop_token_ids} | (set() if params.ignore_eos and params.grammar is None else {EOS})
-
-
-def grammar_after(params: SamplingParams, outputs: list[int]) -> Toy | None:
-    """The request's grammar after these outputs, of which it must allow each."""
-    if params.grammar is None:
-        return None
-    toy = GRAMMARS.backend.compile(params.grammar.kind, params.grammar.source)
-    for token in outputs:
-        assert token in stop_ids(params) or toy.accept(token), f"token {token} after {toy.tokens[:-1]} is not allowed"
-    return toy
-
-
-def allowed_after(params: SamplingParams, outputs: list[int]) -> np.ndarray | None:
-    """Which tokens a request may sample next, bool [VOCAB]; None = all."""
-    toy = grammar_after(params, outputs)
-    if toy is None:
-        return None
-    allowed = toy.allowed()
-    if len(outputs) < params.min_tokens or params.ignore_eos:
-        closed = allowed.copy()
-        closed[list(stop_ids(params))] = False
-        allowed = closed if closed.any() else allowed
-    return allowed
-
-
-def logprob_of(tokens: np.ndarray) -> np.ndarray:
-    """The model's log-probability of a token, so that a misplaced row shows."""
-    return (-np.asarray(tokens) / 8).astype(np.float32)
 
 
 # ---- the device
@@ -185,6 +106,40 @@ class WriteOnce:
             assert (self.domains[slots] == domain).all(), f"row {row} of domain {domain} reads another domain's slots"
 
 
+# ---- the drafter
+
+class Guess(Drafter):
+    """Knows the model, and is wrong now and then, at any place."""
+
+    def __init__(self, run: Run, seed: int = 0):
+        self.run, self.random, self.left_slots, self.fault = run, random.Random(seed), 0, False
+
+    def propose(self, view: View) -> Proposals:
+        if self.fault:
+            raise Fault("the drafter gave up")
+        drafts = [self._draft(view.tokens[slot, :known].tolist(), slot, most) for slot, known, most in zip(
+            view.slots.tolist(), view.known.tolist(), view.most.tolist(), strict=True)]
+        return Proposals(np.array([*map(len, drafts)], np.int32), np.array(sum(drafts, []), np.int32))
+
+    def _draft(self, known: list[int], slot: int, most: int) -> list[int]:
+        submit = self.run.tracks[self.run.scheduler.table.owner[slot].id].submit
+        prompt, draft = unpack_ids(submit.prompt).tolist(), []
+        assert known[:len(prompt)] == prompt
+        for _ in range(self.random.randint(0, most)):
+            out = known[len(prompt):] + draft
+            right = self.random.random() < 0.8
+            try:
+                allowed = allowed_after(submit.params, out)
+            except AssertionError:  # the draft has left its grammar
+                right = False
+            draft.append(nearest(draw_token([*prompt, *out], requested(submit, out)), allowed) if right
+                         else self.random.randrange(VOCAB))
+        return draft
+
+    def left(self, slot: int, tokens: np.ndarray, cached: int, domain: bytes) -> None:
+        self.left_slots += 1
+
+
 # ---- the driver
 
 @dataclass
@@ -200,19 +155,23 @@ class Track:
 
 
 class Run:
-    """A scheduler with everything around it. `launched` counts steps; `padded` uses buckets; `late` as in `Queue`."""
+    """A scheduler with everything around it. `launched` counts steps; `padded` uses buckets; `late` as in `Queue`;
+    `drafts`: tokens that `Guess` drafts at most."""
 
     def __init__(self, page: int = 4, pages: int = 30, policy: str = "lpm", late: bool = False, padded: bool = False,
-                 prefix_cache: bool = True, strict: bool = True, **limits: Any):
+                 prefix_cache: bool = True, strict: bool = True, drafts: int = 0, adaptive: bool = False,
+                 **limits: Any):
         assert (pages - 1) * page >= limits.get("max_model_len", MAX_LEN), "the longest request must fit"
         limits = {"max_running": 6, "max_queued": 8, "chunk": 12, "max_model_len": MAX_LEN, "score_rows": 5,
                   "waiting_timeout": 6.0, "running_timeout": 20.0} | limits
         self.limits = Limits(page_size=page, vocab_size=VOCAB, eos_ids=(EOS,), **limits)
         self.cache = CacheManager(pages, page, enabled=prefix_cache, strict=strict)
-        self.scheduler = Scheduler(self.limits, self.cache, policy, GRAMMARS)
+        full = self.limits.max_running + self.limits.chunk
+        drafting = Drafting("guess", Guess(self), drafts, adaptive, step_tokens=full * padded,
+                            on_device=drafts % 2 == 1) if drafts else None
+        self.scheduler = Scheduler(self.limits, self.cache, policy, GRAMMARS, drafting=drafting)
         self.buckets = None
         if padded:
-            full = self.limits.max_running + self.limits.chunk
             self.buckets = Buckets((2, 8, full), (1, 4, self.limits.max_running), (1, 4, self.limits.max_pages))
         self.device = Device(late)
         self.state = self.device.alloc(StateSpec((LayerState(1, 1),), "f32", page, self.limits.max_running + 1), pages)
@@ -266,6 +225,10 @@ class Run:
         """One turn of the engine's loop; without overlap the step is settled at once."""
         self.now += 0.01
         self.faulted = False
+        before = []
+        if self.flight is not None and self.scheduler.settles_first(self.flight.plan):
+            turn, self.flight = Turn(self.scheduler, StepTimes(), self.flight), None
+            before = self._land(turn, None, None)
         plan = self.scheduler.plan(self.now)
         turn, self.flight, fault = Turn(self.scheduler, StepTimes(), self.flight), None, None
         if plan is not None:
@@ -274,7 +237,7 @@ class Run:
                 self.flight = Flight(plan, self._launch(plan, turn))
             except Fault as error:
                 fault = error
-        outputs = self._land(turn, plan, fault)
+        outputs = before + self._land(turn, plan, fault)
         if not overlap and self.flight:
             turn, self.flight = Turn(self.scheduler, StepTimes(), self.flight), None
             outputs += self._land(turn, None, None)
@@ -329,12 +292,23 @@ class Run:
     def _land(self, turn: Turn, plan: Plan | None, fault: Fault | None) -> list[TokenOutput]:
         """Take in the step before, as the engine does. plan, fault: of a step that could not be launched."""
         turn.land()
+        if turn.before is not None and turn.before.plan.drafts is not None:
+            self._forget_rejected(turn.before.plan.drafts)
         outputs = list(turn.outputs or self.scheduler.ended())
         if turn.error is not None and not isinstance(turn.error, Fault):
             raise turn.error
         broken = [turn.before.plan] if turn.error else []
         broken += [plan] if fault else []
         return outputs + (self._failed(broken, turn.error or fault) if broken else [])
+
+    def _forget_rejected(self, drafts: Drafts) -> None:
+        """What was written for rejected tokens is overwritten by the next ones, and read by nobody before."""
+        table, size = self.scheduler.table, self.limits.page_size
+        alive = table.generation[drafts.slots] == drafts.generations
+        stops = (drafts.lengths + drafts.counts)[alive].tolist()
+        for slot, stop in zip(drafts.slots[alive].tolist(), stops, strict=True):
+            places = np.arange(table.known[slot] - 1, min(stop, table.page_count[slot] * size))
+            self.once.written[table.pages[slot, places // size] * size + places % size] = -1
 
     def _failed(self, plans: list[Plan], fault: Exception) -> list[TokenOutput]:
         flight, self.flight, self.faulted = self.flight, None, True
@@ -426,16 +400,16 @@ def check_logprobs(have: Logprobs, tokens: np.ndarray, k: int) -> None:
 
 # ---- random work
 
-def random_run(seed: int, steps: int, grammars: bool = False) -> Run:
+def random_run(seed: int, steps: int, grammars: bool = False, drafts: int = 0) -> Run:
     """A run of at least `steps` launched steps in which anything may happen, then a drain; the same for a seed.
-    grammars: half of the requests have one."""
+    grammars: half of the requests have one. drafts: tokens that are drafted at most."""
     rng = random.Random(seed)
     page = rng.choice((1, 2, 4, 16))
     least = -(-MAX_LEN // page) + 1
     run = Run(page, rng.randint(least, 2 * least), rng.choice(POLICIES.names()), late=rng.random() < 0.5,
               padded=rng.random() < 0.5, prefix_cache=rng.random() < 0.9, chunk=rng.choice((4, 12, 40)),
               score_rows=rng.choice((2, 5, 64)), foresight=rng.choice((0, 0, 4, 32)),
-              itl_target=rng.choice((0.0, 0.0, 0.02)))
+              itl_target=rng.choice((0.0, 0.0, 0.02)), drafts=drafts)
     overlap, load = rng.choice((0.0, 0.5, 1.0, 1.0)), rng.choice((0.15, 0.4))
     while run.launched < steps:
         if rng.random() < load:

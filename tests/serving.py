@@ -14,13 +14,15 @@ from .effort import SOON
 
 
 class Serving:
-    """`isthmus serve` in a process of its own, from its ready banner on. `before` is Python that runs there first."""
+    """`isthmus serve` in a process of its own, from its ready banner on. `before` is Python that runs there first.
+    delay_ms: None where another platform is named."""
 
     def __init__(self, *words: str, temporary, delay_ms=5, before="", **environment):
+        null = () if delay_ms is None else ("--platform", "null", "--platform-option", f"delay_ms={delay_ms}")
         code = f"import sys\n{before}\nfrom isthmus.core.cli.main import main\nsys.exit(main())"
         self.process = subprocess.Popen(
-            [sys.executable, "-c", code, "serve", *words, "--platform", "null", "--port", "0",
-             "--platform-option", f"delay_ms={delay_ms}"], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            [sys.executable, "-c", code, "serve", *words, "--port", "0", *null],
+            stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
             env={**os.environ, "TMPDIR": str(temporary), **environment})
 
     def __enter__(self):
@@ -45,9 +47,9 @@ class Serving:
         """What it still printed, once it has ended."""
         return self.process.stderr.readlines()
 
-    def ask(self, method: str, path: str, body=None) -> http.client.HTTPResponse:
+    def ask(self, method: str, path: str, body=None, **headers: str) -> http.client.HTTPResponse:
         connection = http.client.HTTPConnection(self.address, timeout=SOON)
-        connection.request(method, path, body and json.dumps(body), {"Content-Type": "application/json"})
+        connection.request(method, path, body and json.dumps(body), {"Content-Type": "application/json", **headers})
         return connection.getresponse()
 
     def stream(self, max_tokens: int) -> http.client.HTTPResponse:

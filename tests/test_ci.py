@@ -5,7 +5,9 @@ import json
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import affected
 import cells
@@ -17,7 +19,7 @@ import tables
 import yaml
 from isthmus.core.registry import RegistrationError
 
-COST = 20  # seconds
+COST = 60  # seconds
 JOBS = dict(sorted(matrix.matrix()["jobs"].items()))  # the order of the file
 ABOUT = {"job": "j", "platform": "p", "device": "d", "date": "2026-01-01", "commit": "c", "tests": "passed"}
 
@@ -138,9 +140,9 @@ def jobs_of(*platforms: str) -> list[str]:
 
 def test_a_change_of_core_needs_every_job():
     for path in ("core/plan.py", "core/api.py", "core/cli/serve.py", "platforms/reference/ops.py", "pyproject.toml",
-                 "tests/conformance/case.py", "tests/conftest.py", "ci/run", "ci/graph.py",
-                 "platforms/expand.py", "something.new"):
+                 "tests/conformance/case.py", "ci/run", "ci/graph.py", "platforms/expand.py", "something.new"):
         assert affected.affected([path]) == list(JOBS), path
+    assert affected.affected(["tests/conftest.py"]) == [name for name, j in JOBS.items() if j["tests"]]
 
 
 @pytest.mark.parametrize("platform", sorted({j["platform"] for j in JOBS.values() if j["library"]}))
@@ -153,7 +155,89 @@ def test_a_change_of_a_platform_needs_its_jobs_only(platform):
     ("platforms/npu/moe.py", ["npu"]), ("platforms/xpu/moe.py", ["xpu"]), ("tests/test_npu_platform.py", ["npu"]),
     ("platforms/cuda/kernels.py", ["cuda", "rocm"]), ("platforms/triton_kit/merge.py", ["cuda", "rocm", "xpu"])])
 def test_a_change_of_an_accelerator_does_not_need_the_whole_suite(file, platforms):
-    assert affected.affected([file]) == jobs_of(*platforms), file
+    hosted = [name for name in affected.affected([file]) if JOBS[name]["hosted"]]
+    assert hosted == [name for name in jobs_of(*platforms) if JOBS[name]["hosted"]], file
+
+
+STAND_INS = [name for name, j in JOBS.items() if j["hosted"] and j["stand_in"]]
+
+
+def test_what_stand_ins_share_is_run_by_one_of_their_jobs():
+    """And each file that names an accelerator or a kernel by some of them: none is left to the whole suite alone."""
+    run = Counter(test for name in STAND_INS for test in JOBS[name]["tests"])
+    several = {test for test, times in run.items() if times > 1}
+    for test in several:
+        stands = [name for name in STAND_INS if test in JOBS[name]["tests"]]
+        assert all(any(p.is_relative_to(graph.EMULATION / JOBS[name]["stand_in"].removesuffix(matrix.END))
+                       for p in graph.imports(Path(test))) for name in stands), test
+    for path in graph.test_files():
+        if any(p.is_relative_to(folder) for p in graph.imports(path)
+               for folder in ("platforms/accelerator", "platforms/triton_kit", "tests/emulation")):
+            assert run[str(path)], path
+
+
+def test_what_stand_ins_run_the_whole_suite_leaves_to_them():
+    whole = next(j for j in JOBS.values() if j["whole"])
+    left = job.elsewhere(whole)
+    assert set(left) == {test for name in STAND_INS for test in JOBS[name]["tests"]}
+    assert "tests/test_radix.py" not in left
+
+
+def test_a_job_runs_of_its_tests_those_that_a_change_is_in():
+    def ran(name: str, *files: str) -> tuple[bool, list[str]]:
+        suite, tests = affected.shard(name, [*files, "README.md"])
+        return suite, [test.removeprefix("tests/") for test in tests]
+
+    name = next(n for n in STAND_INS if "tests/triton/test_sampling.py" in JOBS[n]["tests"])
+    suite, tests = ran(name, "platforms/triton_kit/sampling.py")
+    assert suite and {"triton/test_sampling.py", "triton/test_platforms.py"} <= set(tests)
+    assert "triton/test_attention_decode.py" not in tests
+    assert ran(name, "tests/triton/test_sampling.py") == (False, ["triton/test_sampling.py"])
+    for changed in ("core/plan.py", "tests/conftest.py"):
+        assert set(ran(name, changed)[1]) == {test.removeprefix("tests/") for test in JOBS[name]["tests"]}, changed
+    for unknown in ("ci/run", "platforms/cuda/manifest.toml", "something.new"):
+        assert affected.shard(name, [unknown]) == (True, JOBS[name]["tests"]), unknown
+    assert ran("cpu", "tests/test_radix.py") == (False, ["test_radix.py"])
+    assert ran("cpu", "platforms/cpu/ops.py") == (True, ["tests"]), "loaded by its name: no file says who does"
+    assert ran("cpu", "core/plan.py") == (True, ["tests"])
+
+
+def test_a_platform_that_a_test_loads_by_the_name_of_its_stand_in_is_in_it(files):
+    files({"tests/emulation/pyproject.toml": "[project.entry-points.x]\nx_emulated = 'isthmus_emulation.x.p:P'\n",
+           "tests/emulation/x/p.py": "import isthmus.platforms.x.ops\n", "platforms/x/ops.py": "",
+           "tests/test_a.py": "load_platform('x_emulated')\n", "tests/test_b.py": "load_platform('x')\n"})
+    assert Path("platforms/x/ops.py") in graph.reach({Path("tests/test_a.py")})
+    assert Path("platforms/x/ops.py") not in graph.reach({Path("tests/test_b.py")})
+
+
+def test_laws_are_not_held_twice(monkeypatch):
+    """Where the suite has just run all of its cases, the tests that are the same cases are left out, and else not."""
+    commands: list[list[str]] = []
+    monkeypatch.setattr(job.subprocess, "run",
+                        lambda words, **_: commands.append(words) or SimpleNamespace(returncode=0))
+    for held in (True, False):
+        assert job.test(Path("python"), "npu", JOBS["npu-emulated"], held) == "passed"
+    assert ["not laws" in " ".join(map(str, words)) for words in commands] == [True, False]
+
+
+def test_each_commit_has_a_part_of_the_cases_and_all_have_them_all():
+    assert {job.part_of(f"{n:08x}" + "0" * 32, 10) for n in range(40)} == set(range(10))
+    assert job.part_of("unknown", 10) == job.part_of("", 10) == 0
+
+
+def test_a_job_of_which_nothing_has_changed_makes_no_environment(monkeypatch, capsys):
+    monkeypatch.setattr(affected, "changed_since", lambda commit: ["tests/test_radix.py"])
+    monkeypatch.setattr(job, "make_environment", lambda *_: pytest.fail("an environment was made"))
+    assert job.main([STAND_INS[0], "--since", "HEAD"]) == 0
+    assert "nothing of it has changed" in capsys.readouterr().out
+
+
+def test_a_job_without_conformance_is_judged_by_its_tests(tmp_path, capsys):
+    for tests, code in (("passed", 0), ("failed", 1)):
+        assert job.keep(tmp_path / "j.json", "j", {"platform": "p", "device": "d"}, job.NOT_ASKED, tests) == code
+        assert "conformance not asked for" in capsys.readouterr().out
+        assert cells.read_reports(tmp_path)["j"]["tests"] == tests
+    assert cells.main([str(tmp_path)]) == 0 and "| tests |" in capsys.readouterr().out
 
 
 def test_prose_needs_no_job_and_a_test_needs_those_that_run_it():

@@ -71,6 +71,20 @@ def test_doctor_says_whether_the_platform_that_was_asked_for_can_run(words, code
     assert report["asked"] == words[1] and report["chosen"] == (None if code else words[1])
 
 
+def test_a_bug_report_has_what_is_asked_first_and_no_secret(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("ISTHMUS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("ISTHMUS_API_KEY", "sekret")
+    monkeypatch.setenv("ISTHMUS_PORT", "9009")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("ISTHMUS_OTHER_TOKEN", "sekret")
+    assert main(["doctor", "--bug-report", "--platform", "reference"]) == 0
+    text = capsys.readouterr().out
+    assert "sekret" not in text and str(tmp_path) not in text and "~/cache" in text
+    for part in ("### isthmus doctor", "* reference", "--port 9009   (environment ISTHMUS_PORT)",
+                 "--api-key (hidden)", "ISTHMUS_OTHER_TOKEN=(hidden)", "### servers that run", "torch"):
+        assert part in text, part
+
+
 def test_doctor_explains_its_marks_and_tells_peers_from_helpers(capsys):
     assert main(["doctor"]) == 0
     text = capsys.readouterr().out
@@ -267,19 +281,25 @@ def command_in(text: str) -> list[str]:
 def test_the_banner_fits_and_can_be_pasted(info, key):
     text = banner(info, Config(server=ServerSettings(api_key=key)), URL, 3.21, Words())
     lines = text.splitlines()
-    assert len(lines) <= 15 and max(map(len, lines)) < 100
+    assert len(lines) <= 12 and max(map(len, lines)) < 100
     words = command_in(text)
     assert words[:2] == ["curl", f"{URL}/v1/chat/completions"]
     body = json.loads(words[words.index("-d") + 1])
     assert body.get("model", info["served_name"]) == info["served_name"] and body["messages"][0]["role"] == "user"
-    assert "hunter2" not in text and ("Authorization: Bearer $OPENAI_API_KEY" in words) == (key is not None)
-    assert lines[-1].endswith(f"OPENAI_BASE_URL={URL}/v1 OPENAI_API_KEY=" + ("<your key>" if key else "none"))
+    assert "hunter2" not in text and ("x-api-key: $OPENAI_API_KEY" in words) == (key is not None)
+    sent = "<your key>" if key else "none"
+    exports = [dict(word.split("=", 1) for word in shlex.split(line[11:])[1:]) for line in lines[-2:]]
+    assert exports == [{"OPENAI_BASE_URL": f"{URL}/v1", "OPENAI_API_KEY": sent},
+                       {"ANTHROPIC_BASE_URL": URL, "ANTHROPIC_AUTH_TOKEN": sent}]
+    assert f"  page     open {URL} in a browser" in text
 
 
 def test_the_banner_says_what_it_knows():
     text = banner(INFO, Config(), URL, 3.21, Words())
     assert "4 requests of that length" in text and "93 MiB of weights, 2.33 GiB of KV cache for 16000 tokens" in text
-    assert "  weights  note 0\n           note 1\n           and 7 more: see" in text
+    assert "  weights  tensors: note 0; note 1; note 2; note 3; note 4; note 5; note 6; note 7; note 8\n" in text
+    many = banner(INFO | {"report": ["a note of thirty letters"] * 9}, Config(), URL, 1, Words())
+    assert f"  weights  tensors: a note of thirty letters; 8 more (all: {URL}/server_info)\n" in many
     default = banner(INFO | {"served_name": "smollm2-135m-instruct"}, Config(), URL, 1, Words())
     assert '"model": "smollm2-135m-instruct"' in default, "the default model's name has room"
     assert '"model": "m"' in text and "cpu: the fastest found" in text
@@ -291,13 +311,13 @@ def test_the_banner_says_what_it_knows():
     assert "ranks" not in banner(INFO | {"ranks": 1}, Config(), URL, 1, Words())
     small = banner(INFO | {"pages": 250, "report": []}, Config(), URL, 1, Words())
     assert "; 1 request of that length at once" in small and "weights  " not in small
-    assert "1.5 requests" in banner(INFO | {"pages": 375}, Config(), URL, 1, Words())
-    reason = "nothing faster can run here (" + "acme: no driver for it " * 6 + ")"
-    long = banner(INFO | {"platform_reason": reason}, Config(), URL, 1, Words())
-    told = " ".join(line.strip() for line in long.splitlines()).split("platform ")[1].split(" memory ")[0]
-    assert told == f"cpu: {reason}", "it takes two lines and loses nothing"
-    longer = banner(INFO | {"platform_reason": reason * 3}, Config(), URL, 1, Words())
-    assert " ... (`isthmus doctor` has it all)\n" in longer
+    assert "; 1 request of" in banner(INFO | {"pages": 375}, Config(), URL, 1, Words())
+    longer = banner(INFO | {"platform_reason": "acme: no driver for it " * 18}, Config(), URL, 1, Words())
+    assert " ... (why: `isthmus explain`)\n" in longer
+    reason = "the fastest found, before mlx; cuda, npu, rocm, tpu, xpu cannot run here (isthmus doctor says why)"
+    named = banner(INFO | {"platform_reason": reason, "device": "AMD EPYC, 2 threads"}, Config(), URL, 1, Words())
+    assert "on AMD EPYC, 2 threads: the fastest found, before mlx (why: `isthmus explain`)\n" in named
+    assert "prefixes are not kept" in banner(INFO | {"prefix_cache": False}, Config(), URL, 1, Words())
 
 
 def test_the_banner_tells_where_else_it_listens_and_how_it_samples():
@@ -349,7 +369,7 @@ def test_a_model_of_an_unknown_kind_is_named(tmp_path, capsys):
 def test_the_example_is_one_that_this_model_can_answer(words, context, path, body):
     assert example(words, context) == (path, body)
     text = banner(INFO | {"max_model_len": context}, Config(server=ServerSettings(api_key="k")), URL, 1, words)
-    assert command_in(text)[1] == URL + path and "Authorization" in text
+    assert URL + path in command_in(text) and "x-api-key" in text
 
 
 def test_numbers_and_their_words_agree():

@@ -16,7 +16,7 @@ import pytest
 from isthmus.core import discovery
 from isthmus.core.cli import serve
 from isthmus.core.cli.main import main
-from isthmus.core.cli.serve import NEXT_PORTS, Gate, listen
+from isthmus.core.cli.serve import NEXT_PORTS, Gate, Loading, listen
 from isthmus.core.errors import ConfigError
 from starlette.testclient import TestClient
 
@@ -59,6 +59,15 @@ def test_a_port_in_use_names_the_next_free_one():
         listen("127.0.0.1", free).close()
     with pytest.raises(ConfigError, match="cannot listen on --host 203.0.113.1"):
         listen("203.0.113.1", 0)
+
+
+def test_wrong_names_are_told_before_the_port(capsys):
+    with listen("127.0.0.1", 0) as taken:
+        port = str(taken.getsockname()[1])
+        for words in (["/no/such.gguf"], ["smolm2"], ["--lora", "x=./no-such"]):
+            assert main(["serve", *words, "--port", port]) == 2
+            said = capsys.readouterr().err
+            assert "in use" not in said and ("no such" in said or "did you mean" in said), said
 
 
 # ---- how it ends
@@ -308,7 +317,8 @@ def ask_gate(path: str) -> tuple[int, list, dict]:
 
     async def send(message):
         sent.append(message)
-    asyncio.run(Gate(lambda: "the model is loading: load weights 40%")({"type": "http", "path": path}, None, send))
+    scope = {"type": "http", "path": path, "method": "GET", "headers": []}
+    asyncio.run(Gate(Loading("load weights", 2, 5))(scope, None, send))
     return sent[0]["status"], sent[0]["headers"], json.loads(sent[1]["body"])
 
 
@@ -316,6 +326,7 @@ def test_until_the_model_is_loaded_the_answer_is_503_with_the_progress():
     status, headers, body = ask_gate("/v1/completions")
     assert status == 503 and (b"retry-after", b"1") in headers
     assert body["error"]["message"].endswith("load weights 40%")
+    assert body["progress"] == {"stage": "load weights", "done": 2, "total": 5}
 
 
 def test_answers_have_one_form_while_the_model_loads_and_when_the_engine_is_dead():
@@ -326,7 +337,7 @@ def test_answers_have_one_form_while_the_model_loads_and_when_the_engine_is_dead
             dead = http.get(path)
             status, _, loading = ask_gate(path)
             assert dead.status_code == status == 503
-            assert loading.keys() == dead.json().keys() == {"status", "reason"}
+            assert loading.keys() - {"progress"} == dead.json().keys() == {"status", "reason"}
         dead = http.post("/v1/completions", json={"prompt": "x"})
         status, headers, loading = ask_gate("/v1/completions")
         assert dead.status_code == status == 503 and b"retry-after" in dict(headers)

@@ -16,9 +16,19 @@ from .effort import SOON, until
 
 COST = 45  # seconds
 
-# Whoever runs the tests in the background ignores SIGINT, and what it starts does so too.
-START = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); " \
-        "from isthmus.core.cli.main import main; print('-', flush=True); sys.exit(main())"
+# Whoever runs the tests in the background ignores SIGINT, and what it starts does so too. The entry point is there when
+# it imports: a moment earlier a signal would end this program, not the command.
+START = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+class Entry:
+    def find_spec(self, name, *_):
+        if name == "isthmus.core.cli.process":
+            print("-", flush=True)
+sys.meta_path.insert(0, Entry())
+from isthmus.core.cli.main import main
+sys.exit(main())
+"""
 MOMENTS = (0, 0.05, 0.12, 0.3, 0.7, 1.5)  # seconds after the entry point is there
 NULL = ("--platform", "null")
 
@@ -114,3 +124,18 @@ def test_a_server_that_loads_is_stopped_in_order(words, moment, tiny):
     time.sleep(moment)
     code, said = command.end(signal.SIGTERM)
     assert code in (0, -signal.SIGTERM) and all_are_ours(said), said
+
+
+def test_ctrl_c_in_a_callback_where_python_loses_it_comes_again():
+    script = START.replace("from isthmus.core.cli.main import main\nsys.exit(main())", """
+import os, time, weakref
+from isthmus.core.cli.process import run_process
+def run(words):
+    class Gone: pass
+    gone = Gone()
+    seen = weakref.ref(gone, lambda _: os.kill(os.getpid(), signal.SIGINT))
+    del gone
+    time.sleep(60)
+print(run_process(run))""")
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=SOON)
+    assert done.stdout.split()[-1] == "130" and all_are_ours(done.stderr), done

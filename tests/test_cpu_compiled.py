@@ -109,9 +109,9 @@ class Logits:
         return logits
 
 
-def run(platform: Platform, model: Any, batches: list[Batch]) -> tuple[list[np.ndarray], Any]:
+def run(platform: Platform, model: Any, batches: list[Batch], pages: int = 64) -> tuple[list[np.ndarray], Any]:
     """Logits of each batch, one after the other over the same state, and the step."""
-    state = platform.alloc(StateSpec(model.state_layers, "bf16", PAGE, 8), 64)
+    state = platform.alloc(StateSpec(model.state_layers, "bf16", PAGE, 8), pages)
     step = platform.compile(lambda ops, weights, b: model.forward(Logits(ops), weights, b), model.weights, None)
     found = []
     for one in batches:
@@ -172,6 +172,35 @@ def test_a_long_context_is_cut_at_fixed_places(cases):
     got = run(platform, model, [batch([(0, tokens[:200], 0)], pages)]
               + [batch([(at, tokens[at:at + 1], 0)], pages) for at in range(200, 230)])[0]
     np.testing.assert_array_equal(np.concatenate(got), whole)
+
+
+def test_decode_rows_behind_shared_pages_have_the_bits_of_each_alone(cases):
+    """Three share twelve pages, one of them and another eleven; one has nothing of that."""
+    platform, model = cases[0]
+    tokens = np.random.default_rng(5).integers(3, 131, 200)
+    first = batch([(0, tokens, 0), (0, tokens[::-1].copy(), 1)], 20)
+    own, tables = 41, []
+    for shared, seq in ((12, 0), (11, 0), (12, 0), (12, 0), (0, 1)):
+        tables.append([1 + 20 * seq + page if page < shared else own + page - shared for page in range(20)])
+        own += 20 - shared
+    tables[4] = [21 + page for page in range(20)]
+    lengths = (195, 179, 193, 200, 200)
+
+    def decode(rows: list[int]) -> list[Batch]:
+        """Every token of the rows' own pages, and then one more of each row at once."""
+        before = [batch([(PAGE * (12, 11, 12, 12, 12)[r], tokens[PAGE * (12, 11, 12, 12, 12)[r]:lengths[r]], r)], 20)
+                  for r in rows]
+        last = batch([(lengths[r] - 1, tokens[r:r + 1], r) for r in rows], 20)
+        made = []
+        for one, which in (*zip(before, ([r] for r in rows), strict=True), (last, rows)):
+            table = np.array([tables[r] for r in which], np.int32)
+            slots = table[one.rows, one.positions // PAGE] * PAGE + one.positions % PAGE
+            made.append(one._replace(pages=table, slots=slots.astype(np.int32)))
+        return made
+    together = run(platform, model, [first, *decode([0, 1, 2, 3, 4])], pages=200)[0][-1]
+    for row in range(5):
+        alone = run(platform, model, [first, *decode([row])], pages=200)[0][-1]
+        np.testing.assert_array_equal(together[row:row + 1], alone)
 
 
 def test_sparse_models_and_other_dtypes_of_k_and_v_go_by_torch(caplog):

@@ -58,6 +58,9 @@ def test_control_tokens_show_only_when_asked_for():
     ids = [1, *BYTES.encode("hello").tolist(), 2]
     assert Detokenizer(BYTES).push(ids) == "hello"
     assert Detokenizer(BYTES, skip_special=False).push(ids) == "<|im_start|>hello<|im_end|>"
+    assert Detokenizer(BYTES, shown=frozenset([ids[0]])).push(ids) == "<|im_start|>hello"
+    shown = Detokenizer(BYTES, shown=frozenset([ids[-1]]))
+    assert "".join(shown.push([id]) for id in ids) == "hello<|im_end|>"
 
 
 @pytest.mark.parametrize(("at_start", "text"), [(True, "hello hello"), (False, " hello hello")])

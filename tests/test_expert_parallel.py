@@ -20,7 +20,7 @@ from isthmus.platforms.experts import by_expert
 
 torch = pytest.importorskip("torch", reason="the torch platforms need torch")
 
-COST = 30  # seconds
+COST = 12  # seconds
 
 
 def engine(path, ranks: int, apart: bool = False) -> EngineCore:

@@ -3,6 +3,7 @@ which the real library's signatures (ci/flashinfer_signatures.json) would not.""
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable
 from functools import cache
 from types import SimpleNamespace
@@ -19,7 +20,7 @@ from isthmus.core.platform import AttentionSpec, Unavailable
 from isthmus.platforms.accelerator.attention import View
 from isthmus.platforms.accelerator.cache import LayerCache
 from isthmus.platforms.accelerator.device import Device
-from isthmus.platforms.cuda import flashinfer_library
+from isthmus.platforms.cuda import flashinfer_attention, flashinfer_library
 from isthmus.platforms.cuda.flashinfer_attention import FlashInfer, FlashInferFirst
 from isthmus.platforms.cuda.flashinfer_library import Case as Shape
 from isthmus.platforms.cuda.flashinfer_library import Limits
@@ -149,6 +150,37 @@ def test_it_comes_first_in_what_the_platform_computes_with(monkeypatch: pytest.M
 def test_another_word_for_the_option_is_refused() -> None:
     with pytest.raises(Unavailable, match="flashinfer='always': one of auto, build, off"):
         flashinfer_library.chosen("always")
+
+
+def test_nothing_is_compiled_within_a_trial_of_what_comes_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str | None] = []
+
+    class Spy(FlashInfer):
+        def attend(self, *step: object) -> torch.Tensor:
+            seen.append(os.environ.get(flashinfer_library.NO_COMPILER))
+            return super().attend(*step)
+    monkeypatch.setattr(flashinfer_attention, "FlashInfer", Spy)
+    monkeypatch.setattr(flashinfer_library, "find_spec", lambda name: name)
+    monkeypatch.setattr(flashinfer_library, "import_module", lambda name: library())
+    for mode, value in (("auto", "1"), ("build", None)):
+        monkeypatch.delenv(flashinfer_library.NO_COMPILER, raising=False)
+        first = make_kernels(Device(torch.device("cpu")), False, mode).makers[0]
+        assert ask(first, shape()) is not None and set(seen) == {value}
+        assert flashinfer_library.NO_COMPILER not in os.environ
+        seen.clear()
+    monkeypatch.setenv(flashinfer_library.NO_COMPILER, "0")
+    with flashinfer_library.nothing_compiled():
+        assert os.environ[flashinfer_library.NO_COMPILER] == "1"
+    assert os.environ[flashinfer_library.NO_COMPILER] == "0"
+
+
+def test_wrong_attention_is_left_to_others_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if its window counted one token more."""
+    case, arguments = shape(window=9), Shape.arguments
+    assert ask(FlashInferFirst(library(), Device(torch.device("cpu"))), case) is not None
+    monkeypatch.setattr(Shape, "arguments", lambda self: arguments(self) | {"window_left": 9})
+    first = FlashInferFirst(library(), Device(torch.device("cpu")))
+    assert ask(first, case) is None and "decode: row" in first.reasons[case]
 
 
 def ask(first: FlashInferFirst, case: Shape) -> FlashInfer | None:

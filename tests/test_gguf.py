@@ -280,6 +280,7 @@ def test_weights_come_back_in_the_order_of_hugging_face(tmp_path):
         assert raw_tensor.data.tobytes() == value.tobytes(), name
     assert checkpoint.nbytes == sum(v.nbytes for v in weights.values())
     assert checkpoint.formats() == {"f32": len(weights)}
+    assert checkpoint.census() == {"f32": sum(value.size for value in weights.values())}
 
 
 @pytest.mark.parametrize("kind", ["Q4_1", "Q8_0", "Q5_0", "BF16"])

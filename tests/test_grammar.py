@@ -454,7 +454,7 @@ def test_a_registered_backend_must_compile():
     with pytest.raises(RegistrationError, match="compile"):
         BACKENDS.register("hollow", Hollow)
     assert "llguidance" in BACKENDS.names() and set(open_backend.__globals__["PACKAGES"]) >= {"llguidance"}
-    assert set(KINDS) == {"json_object", "json_schema", "regex", "grammar", "choice", "structural_tag"}
+    assert set(KINDS) == {"json_object", "json_schema", "regex", "grammar", "choice", "structural_tag", "layout", "any"}
 
 
 def test_nothing_of_it_is_imported_before_it_is_needed():

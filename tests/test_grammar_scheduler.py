@@ -4,6 +4,8 @@ The oracle is in scheduling.py, the grammars are those of toy_grammar.py.
 """
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from hypothesis import settings
@@ -203,8 +205,8 @@ def test_masks_alternate_between_two_arrays_and_are_made_when_first_needed():
     seen = []
     begin = run.scheduler.masks.begin
 
-    def spy(rows, tokens):
-        mask = begin(rows, tokens)
+    def spy(rows, tokens, drawn):
+        mask = begin(rows, tokens, drawn)
         seen.append(mask.bits)
         return mask
     run.scheduler.masks.begin = spy
@@ -213,13 +215,36 @@ def test_masks_alternate_between_two_arrays_and_are_made_when_first_needed():
     assert sum(a.nbytes for a in run.scheduler.masks._arrays) == 2 * 6 * 2 * 4  # 6 rows of 40 tokens, in words
 
 
+def test_words_that_add_up_to_one_of_them_are_no_forced_token(monkeypatch):
+    """Modulo 2^32: a token of each of three words is allowed, and the grammar is not asked for more."""
+    masks = Masks(None, 1, 96, GRAMMARS)
+    request = SimpleNamespace(matcher=SimpleNamespace(), goes_on=False)
+    bits = np.zeros((1, 3), np.uint32)
+    monkeypatch.setattr(GrammarBackend, "fill", lambda self, matchers, bits: bits.fill(1 << 31))
+    assert masks._fill([request], bits, [0]) == [] and (bits == 1 << 31).all()
+
+
+def test_only_masks_that_allow_an_end_are_looked_at_one_by_one(monkeypatch):
+    """Rows whose end is to be held back are many, and few of them may end."""
+    masks, looked = Masks(None, 4, 64, GRAMMARS), []
+    requests = [SimpleNamespace(row=i, matcher=SimpleNamespace(forced=list), goes_on=i != 3,
+                                stop_ids=(5, 40) if i % 2 else (40,)) for i in range(4)]
+    rows = np.array([[1, 0], [1 << 5, 0], [0, 1 << 8], [1 << 5, 1 << 8]], np.uint32)
+    monkeypatch.setattr(GrammarBackend, "fill", lambda self, matchers, bits: bits.__setitem__(slice(None), rows))
+    monkeypatch.setattr(Masks, "_keep_open", lambda self, request, row, ahead: looked.append(request.row))
+    masks._fill(requests, np.zeros((4, 2), np.uint32), [0, 1, 2, 3])
+    assert looked == [1, 2]
+
+
 MUTANTS = [
     Mutant("a matcher misses a token", Masks, "_accept", "if not request.ahead]", "if not request.ahead][1:]"),
     Mutant("masks are not filled", Masks, "_fill",
-           "self._grammars.backend.fill([request.matcher for request in requests], part)",
+           "fill(self._backend, [r.matcher for r in requests], part)",
            "part.fill(ALL)"),
     Mutant("masks of other rows", Masks, "fill", "[requests[i] for i in live]", "[requests[-1 - i] for i in live]"),
     Mutant("an end is not held back", Masks, "_keep_open", "not held or", "True or"),
+    Mutant("no end is looked for", Masks, "_keep_all_open", "may_end |=", "may_end &="),
+    Mutant("another row is told to have ended", Masks, "take", "odd[rows[i]]", "odd[rows[i - 1]]"),
     Mutant("forced tokens are not told to the matcher", Request, "go_ahead", "self.matcher.accept(token)", "True"),
     Mutant("forced tokens miss the penalties", Request, "go_ahead", "self.history.add(token)", "pass"),
     Mutant("forced tokens are computed one late", Prefills, "force", "table.computed[slot] = known",

@@ -6,10 +6,9 @@ import json
 import jsonschema
 import pytest
 from isthmus.core.messages import GrammarSpec
-from starlette.testclient import TestClient
 
 from .checkpoints import tiny_llama_gguf
-from .fake_client import make_app
+from .fake_client import fixtures
 from .serving import Serving
 
 COST = 20  # seconds
@@ -64,15 +63,7 @@ WRONG = [
 ]
 
 
-@pytest.fixture
-def made():
-    return make_app()
-
-
-@pytest.fixture
-def http(made):
-    with TestClient(made.app) as client:
-        yield client
+made, http = fixtures()
 
 
 @pytest.mark.parametrize("name", FORMS)

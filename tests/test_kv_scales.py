@@ -14,6 +14,7 @@ from .checkpoints import Stored
 from .harness import Runner
 from .scheme_files import KV_HEADS, LAYERS, SCHEMES, bf16, tiny_weights, written
 
+COST = 6  # seconds
 SIZE = 2.0 ** -14  # of K and V, which are nothing in e4m3 at that
 K, V = 0.021 * SIZE, 0.013 * SIZE
 ROUNDING = (2 ** -4) ** 2 / 3  # of e4m3: at most a sixteenth of a value, evenly spread

@@ -19,7 +19,7 @@ from isthmus.core.cli.main import main
 from isthmus.core.config import Config, ModelSettings, PlatformSettings
 from isthmus.core.discovery import Found
 from isthmus.core.errors import RequestError
-from isthmus.core.messages import GrammarSpec, SamplingParams, Submit, pack_ids
+from isthmus.core.messages import ControlSpec, GrammarSpec, SamplingParams, Submit, pack_ids
 from isthmus.core.platform import FEATURES, Manifest, Unavailable
 from isthmus.core.platform_options import platforms_for
 from isthmus.core.processes.in_process import InProcessClient
@@ -282,13 +282,15 @@ def test_what_is_lacking_is_explained_with_the_reason(outside):
 ASKING = {"logprobs": ("logprobs", 0), "prompt_logprobs": ("logprobs", 2), "repetition_penalty": ("penalties", 1.1),
           "presence_penalty": ("penalties", -0.5), "frequency_penalty": ("penalties", 0.5),
           "logit_bias": ("logit_bias", {7: 1.0}), "min_tokens": ("logit_bias", 2),
-          "grammar": ("grammar_mask", GrammarSpec("json_object", ""))}
+          "grammar": ("grammar_mask", GrammarSpec("json_object", "")),
+          "controls": ("grammar_mask", ControlSpec(banned=pack_ids([3])))}
 
 
 def test_every_sampling_parameter_was_thought_of():
     """A new field of `SamplingParams` must be listed: in `ASKS` when the platform has to be asked, else here."""
     every_platform = {"max_tokens", "temperature", "top_p", "top_k", "min_p", "seed"}
-    only_core = {"stop", "stop_token_ids", "include_stop", "ignore_eos", "skip_special"}
+    only_core = {"stop", "stop_token_ids", "include_stop", "ignore_eos", "skip_special",
+                 "thinking"}  # which comes with a grammar
     assert {*ASKS, *every_platform, *only_core} == {f.name for f in msgspec.structs.fields(SamplingParams)}
     assert {name: feature for name, (feature, _) in ASKING.items()} == ASKS
 
@@ -296,6 +298,7 @@ def test_every_sampling_parameter_was_thought_of():
 @pytest.mark.parametrize("name", ASKING)
 def test_a_request_for_what_the_platform_lacks_is_refused_with_its_reason(name):
     feature, value = ASKING[name]
+    sent = "bad_words" if name == "controls" else name  # the client's word
     submit = Submit("r", pack_ids([1]), SamplingParams(**{name: value}))
     limits = Limits(4, 4, 16, 16, 64, 100, platform="chip")
     assert check_request(submit, limits) == 16
@@ -303,8 +306,8 @@ def test_a_request_for_what_the_platform_lacks_is_refused_with_its_reason(name):
     assert check_request(submit, replace(limits, lacks=other)) == 16
     with pytest.raises(RequestError) as caught:
         check_request(submit, replace(limits, lacks={feature: "the silicon is too small"}))
-    assert caught.value.message == f"{name} is not available on chip: the silicon is too small"
-    assert (caught.value.status, caught.value.param, caught.value.code) == (400, name, "unsupported_parameter")
+    assert caught.value.message == f"{sent} is not available on chip: the silicon is too small"
+    assert (caught.value.status, caught.value.param, caught.value.code) == (400, sent, "unsupported_parameter")
 
 
 def test_the_platforms_number_of_log_probabilities_is_the_limit():

@@ -87,7 +87,7 @@ def test_parts_of_different_formats_are_leaves_of_their_own():
     assert (layer + "v_proj.weight",) in platform.loaded
     assert (layer + "q_proj.bias", layer + "k_proj.bias") in platform.loaded
     assert (layer + "v_proj.bias",) in platform.loaded
-    assert [len(leaves) for leaves in model.weights["layers"][0]["qkv"]] == [2, 2]
+    assert [len(leaves) for leaves in model.weights["layers"][0]["qkv"].runs] == [2, 2]
 
 
 def test_report_says_what_is_kept_and_what_is_expanded_and_why():

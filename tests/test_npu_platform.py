@@ -36,7 +36,7 @@ from .emulation.npu.platform import Platform
 from .emulation.recorder import RecordedGraph
 
 ROOT = Path(__file__).resolve().parent.parent
-COST = 60  # seconds
+COST = 60  # seconds, beside the laws, which take as long as conformance
 
 
 class Wide(Platform):
@@ -311,6 +311,7 @@ def hold(context: Context, law: Case) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.laws
 @pytest.mark.parametrize("law", [pytest.param(c, id=str(c)) for c in all_cases() if c.law != "manifest"])
 def test_law(law: Case) -> None:
     """Every step is captured at its first launch and replayed at later ones."""

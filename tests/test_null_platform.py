@@ -116,8 +116,10 @@ def test_copied_pages_are_the_original():
 
 
 def test_without_checks_it_answers_at_once():
-    (result,), _ = launch(GOOD._replace(slots=i32(0, 0, 0, 0), targets=i32(-1, 9)), check="0")
-    assert result.tokens.tolist() == [1, 9]
+    unchecked = GOOD._replace(slots=i32(0, 0, 0, 0), targets=i32(-1, 9))
+    (result,), _ = launch(unchecked, check="0")
+    (elsewhere,), _ = launch(unchecked._replace(positions=GOOD.positions + 1), check="0")
+    assert result.tokens[1] == 9 and result.tokens[0] != elsewhere.tokens[0]
 
 
 def test_a_step_can_take_time():

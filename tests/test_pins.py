@@ -206,6 +206,7 @@ class PinMachine(CacheMachine):
         except RequestError:
             return
         assert pin.pages == depth(pin.node) <= self.cache.pins.limit
+        self.exact = False  # what is pinned goes after what was used later
 
     @rule(session=st.sampled_from("abc"))
     def unpin(self, session: str) -> None:

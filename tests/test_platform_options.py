@@ -11,10 +11,11 @@ pytest.importorskip("torch", reason="the accelerators need torch")
 from isthmus.platforms.accelerator.base import MODES
 from isthmus.platforms.cuda.flashinfer_library import MODES as FLASHINFER
 from isthmus.platforms.cuda.runtime import ACTIVATIONS
+from isthmus.platforms.rocm.aiter_library import MODES as AITER
 
 COST = 5  # seconds
 KNOWN = {"cuda": {"activations": tuple(ACTIVATIONS), "flashinfer": FLASHINFER},
-         "rocm": {"activations": tuple(ACTIVATIONS)}}
+         "rocm": {"activations": tuple(ACTIVATIONS), "aiter": AITER}}
 
 
 @pytest.mark.parametrize("name", KNOWN)

@@ -189,3 +189,9 @@ def test_every_request_is_traced_at_debug_level_3(monkeypatch, caplog):
         with_client("in-process", body)
     text = caplog.text
     assert "request traced.0: 1 prompt tokens" in text and "request traced.0 ends: length" in text
+
+
+def test_the_schedulers_process_does_not_look_through_what_it_has_loaded():
+    async def body(client):
+        return await client.command("frozen")
+    assert with_client("processes", body)["objects"] > 1000

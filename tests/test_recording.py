@@ -173,6 +173,16 @@ def test_results_come_back_bit_for_bit():
     assert none.top_ids.shape == none.top_logprobs.shape == (5, 0)
 
 
+def test_a_line_for_people_counts_the_rows_that_decode(tmp_path):
+    engine = make(tmp_path / "a")
+    for i in range(3):
+        engine.submit(Submit(f"r{i}", pack_ids([5, 6, 7 + i]), SamplingParams(max_tokens=8, ignore_eos=True)))
+    while engine.has_work:
+        engine.step()
+    engine.close()
+    assert any(": 3 decode, 0 chunks " in str(entry) for entry in entries(tmp_path / "a"))
+
+
 def test_the_first_difference_is_named(tmp_path, monkeypatch):
     record(tmp_path / "a")
     plain = Scheduler.plan

@@ -154,6 +154,7 @@ def test_a_folder_in_one_file_or_in_shards(tmp_path, shards):
             assert (raw_tensor.dtype, raw_tensor.shape) == ("f32", value.shape)
             assert raw_tensor.data.tobytes() == value.tobytes()
         assert checkpoint.formats() == {"f32": len(weights)}
+        assert checkpoint.census() == {"f32": sum(value.size for value in weights.values())}
         del raw_tensor
 
 

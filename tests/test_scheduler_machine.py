@@ -6,9 +6,11 @@ test_mutants.py.
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
@@ -97,3 +99,13 @@ def test_hundred_thousand_steps(part):
     assert launched >= STEPS // 10
     assert preemptions > 100 and evicted > 1000
     assert all(reasons[reason] > 50 for reason in ("stop", "length", "abort", "error"))
+
+
+def test_a_night_runs_what_is_there():
+    """A million steps each: of scripts and settings that exist."""
+    root = Path(__file__).resolve().parent.parent
+    job = yaml.safe_load((root / ".github/workflows/nightly.yml").read_text())["jobs"]["core"]
+    scripts = [word for each in job["strategy"]["matrix"]["include"] for word in each["run"].split() if ".py" in word]
+    assert len(scripts) == 5 and all((root / script).is_file() for script in scripts)
+    texts = "".join((root / script).read_text() for script in scripts)
+    assert job["env"] and all(f'"{name}"' in texts and value == "1000000" for name, value in job["env"].items())

@@ -8,20 +8,12 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from starlette.testclient import TestClient
 
 from . import fake_client
-from .fake_client import END, START, TEXT, make_app
+from .fake_client import END, START, TEXT, fixtures, make_app
 
 HI = [{"role": "user", "content": "Hi"}]
 
 
-@pytest.fixture
-def made():
-    return make_app()
-
-
-@pytest.fixture
-def http(made):
-    with TestClient(made.app) as client:
-        yield client
+made, http = fixtures()
 
 
 def chat(http, **body):

@@ -5,20 +5,10 @@ import json
 
 import pytest
 from openai.types import Completion
-from starlette.testclient import TestClient
 
-from .fake_client import CONTEXT, END, START, TEXT, VOCAB, make_app
+from .fake_client import CONTEXT, END, START, TEXT, VOCAB, fixtures
 
-
-@pytest.fixture
-def made():
-    return make_app()
-
-
-@pytest.fixture
-def http(made):
-    with TestClient(made.app) as client:
-        yield client
+made, http = fixtures()
 
 
 def complete(http, prompt, **body):
@@ -247,7 +237,7 @@ def test_context(made, http, length, limit, good, stream):
     if good:
         assert response.status_code == 200
         return
-    error = refusal(response, "prompt")
+    error = refusal(response, "max_tokens" if length < CONTEXT and limit else "prompt")
     assert error["code"] == "context_length_exceeded"
     counted = length if length <= CONTEXT * 12 else -(-length // 12)
     assert str(CONTEXT) in error["message"] and str(counted) in error["message"]

@@ -8,6 +8,7 @@ import re
 import pytest
 from isthmus.core.config import size_bytes
 from isthmus.core.errors import Overloaded, RequestError
+from isthmus.core.server.access import authorized, split_keys
 from isthmus.core.server.errors import as_request_error
 from isthmus.core.server.limits import (
     CHECKED_BODY,
@@ -18,10 +19,9 @@ from isthmus.core.server.limits import (
     parse_object,
     structure,
 )
-from isthmus.core.server.middleware import authorized, split_keys
 from starlette.testclient import TestClient
 
-from .fake_client import drive, make_app
+from .fake_client import drive, fixtures, make_app
 
 JSON = {"content-type": "application/json"}
 BODY = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}], "prompt": "x", "max_tokens": 2}
@@ -32,15 +32,7 @@ GETS = ("/v1/models", "/v1/models/tiny", "/metrics", "/server_info", "/get_serve
         "/flush_cache")
 
 
-@pytest.fixture
-def made():
-    return make_app()
-
-
-@pytest.fixture
-def http(made):
-    with TestClient(made.app) as client:
-        yield client
+made, http = fixtures()
 
 
 @pytest.fixture
@@ -136,6 +128,18 @@ def test_unknown_paths_and_methods(http):
     error_of(http.delete("/v1/models/tiny"), 405)
 
 
+def test_a_mistyped_path_or_method_is_told_with_what_was_meant(http):
+    def told(method, path):
+        return http.request(method, path, json=BODY).json()["error"]["message"]
+    assert told("POST", "/v1/chat/completion") == (
+        "there is no POST /v1/chat/completion; did you mean /v1/chat/completions?; GET / lists what there is")
+    assert "did you mean /v1/models?" in told("GET", "/v1/modles") and "did you mean" not in told("GET", "/x" * 5000)
+    assert told("GET", "/v1/chat/completions") == "/v1/chat/completions takes POST, not GET"
+    endpoints = http.get("/").json()["endpoints"]
+    assert endpoints["/v1/chat/completions"] == ["POST"] and endpoints["/v1/responses/{id}"] == ["GET", "DELETE"]
+    assert sorted(endpoints) == list(endpoints) and not any("/page/" in path for path in endpoints)
+
+
 # ---- bodies
 
 @pytest.mark.parametrize("body", [
@@ -220,8 +224,11 @@ def test_json_in_a_string_has_the_same_limits(http):
     ("application/json", True), ("application/json; charset=utf-8", True), ("Application/JSON", True),
     ("application/vnd.api+json", True), ("text/plain", False), ("application/x-www-form-urlencoded", False),
     ("multipart/form-data", False), (None, False), ("", False)])
-def test_only_json_media_types(http, media, good):
-    headers = {} if media is None else {"content-type": media}
+@pytest.mark.parametrize("browser", [{}, {"origin": "http://testserver"}, {"sec-fetch-site": "same-origin"}])
+def test_only_json_media_types(http, media, good, browser):
+    """Said by a browser; what is none may say nothing, or what `curl -d` says."""
+    headers = browser | ({} if media is None else {"content-type": media})
+    good = good or not browser and media in (None, "", "application/x-www-form-urlencoded")
     response = http.post(COMPLETIONS, content=b'{"prompt": "x"}', headers=headers)
     if good:
         assert response.status_code == 200
@@ -276,7 +283,7 @@ def test_loading_draining_dead(stream):
         assert "loading" in ask(503) and http.get("/health").status_code == 503
         assert http.get("/ready").status_code == 503 and "weights" in http.get("/ready").json()["reason"]
         assert http.get("/v1/models").status_code == 200 and http.get("/metrics").status_code == 200
-        made.client._serve()
+        http.portal.call(made.client._serve)
         made.client.draining = True
         assert "shutting down" in ask(503) and http.get("/health").status_code == 200
         assert http.post(CHAT, json=BODY).json()["error"]["code"] == "server_stopping"

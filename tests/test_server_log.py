@@ -85,7 +85,7 @@ def test_the_line_says_why_a_request_failed_and_not_what_it_held(stream, lines):
     found = lines()
     assert not any("launch" in line or "0000" in line for line in found)
     assert [(line.split()[2], fields(line).get("code"), fields(line).get("param")) for line in found] == [
-        ("400", "context_length_exceeded", "messages"), ("400", fields(found[1])["code"], "messages[0].role"),
+        ("400", "context_length_exceeded", "max_tokens"), ("400", fields(found[1])["code"], "messages[0].role"),
         ("429", "overloaded", None), ("200" if stream else "503", "engine_dead", None)]
 
 

@@ -1,28 +1,21 @@
-"""`/generate`, `/tokenize`, `/detokenize`, `/abort_request`, models, metrics and the rest of the plain endpoints."""
+"""`/generate`, what tokenizes, `/abort_request`, models, metrics and the rest of the plain endpoints."""
 from __future__ import annotations
 
 import json
 
 import pytest
 from isthmus.core.errors import IsthmusError, Overloaded
+from isthmus.core.server.context import Running
 from isthmus.core.server.metrics import Metrics
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
-from .fake_client import CONTEXT, END, START, TEXT, VOCAB, make_app
+from .fake_client import CONTEXT, END, START, TEXT, VOCAB, fixtures, make_app
 
 HI = [{"role": "user", "content": "Hi"}]
 
 
-@pytest.fixture
-def made():
-    return make_app()
-
-
-@pytest.fixture
-def http(made):
-    with TestClient(made.app) as client:
-        yield client
+made, http = fixtures()
 
 
 def generate(http, limit=4, params=None, **body):
@@ -110,14 +103,14 @@ def test_generate_default_length(made, http):
 
 
 def test_a_running_rid_is_not_taken_twice(made, http):
-    made.app.state.server.running["r"] = ("r",)
+    made.app.state.server.running["r"] = Running(("r",), "")
     assert param_of(generate(http, text="a", rid="r")) == "rid"
     del made.app.state.server.running["r"]
     good(generate(http, text="a", rid="r"))
 
 
 def test_abort_request_forms(made, http):
-    made.app.state.server.running.update({"a": ("a-0", "a-1"), "b": ("b",)})
+    made.app.state.server.running.update({"a": Running(("a-0", "a-1"), ""), "b": Running(("b",), "")})
     aborted = []
 
     async def abort(id):
@@ -161,6 +154,12 @@ def test_detokenize(http, path):
     assert param_of(http.post(path, json={})) == "tokens"
 
 
+def test_what_a_client_must_know_to_tokenize_here(http):
+    value = good(http.get("/tokenizer_info"))
+    assert value["eos_token"] == "<|im_end|>" and value["bos_token"] is None and value["model_max_length"] == CONTEXT
+    assert good(http.post("/tokenize", json={"prompt": value["eos_token"]}))["tokens"] == [END]
+
+
 # ---- the plain endpoints
 
 def test_models(http):
@@ -188,6 +187,7 @@ def test_a_refused_flush_is_a_conflict(made, http):
     made.client.command = refuse
     response = http.post("/flush_cache")
     assert response.status_code == 409 and "3 requests" in response.json()["error"]["message"]
+    assert response.json()["error"]["code"] == "flush_refused"
 
 
 def test_server_info_has_no_secret():
@@ -229,8 +229,8 @@ def test_engine_numbers_under_both_names(made, http):
             "vllm:generation_tokens_total": 50, "vllm:prefix_cache_queries_total": 100,
             "vllm:prefix_cache_hits_total": 30, "isthmus_prefix_cache_hits_total": 30,
             "isthmus_reprefill_cached_tokens_total": 4, "vllm:num_preemptions_total": 1, "isthmus_steps_total": 9,
-            "isthmus_prefix_cache_hit_ratio_window": 0.25, "vllm:request_queue_time_seconds_sum": 1.5,
-            "vllm:request_queue_time_seconds_count": 6, "vllm:cache_config_info": 1}.items():
+            "isthmus_prefix_cache_hit_ratio_window": 0.25, "vllm:iteration_tokens_total_sum": 116,
+            "vllm:iteration_tokens_total_count": 9, "vllm:cache_config_info": 1}.items():
         assert [s.value for s in found[name]] == [value], name
     assert found["vllm:num_requests_running"][0].labels == {"model_name": "tiny", "engine": "0"}
     assert found["isthmus_requests_running"][0].labels == {"model_name": "tiny"}

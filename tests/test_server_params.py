@@ -11,7 +11,7 @@ from isthmus.core.server.errors import MAX_MESSAGE, encode_error
 from isthmus.core.server.validate import nth_seed
 from starlette.testclient import TestClient
 
-from .fake_client import VOCAB, make_app
+from .fake_client import VOCAB, fixtures, make_app
 
 HI = [{"role": "user", "content": "Hi"}]
 BAD = [("temperature", -0.1), ("temperature", 1e6), ("temperature", "hot"), ("temperature", True), ("top_p", -1),
@@ -42,24 +42,15 @@ IGNORED = {"user": "u", "store": True, "metadata": {"a": "b"}, "service_tier": "
            "separate_reasoning": True, "include_reasoning": True, "request_id": "r", "unheard_of": [1, {"a": None}],
            "tools": [], "functions": [], "guided_json": None, "lora_path": "", "suffix": "", "typical_p": 1.0,
            "no_repeat_ngram_size": 0, "length_penalty": 1, "top_n_sigma": -1, "echo": False, "best_of": 1}
-REFUSED = {"tools": [{"type": "function", "function": {"name": "f"}}], "functions": [{"name": "f"}],
-           "tool_choice": "required", "bad_words": ["x"], "allowed_token_ids": [1], "logits_processors": ["x"],
-           "custom_logit_processor": "x", "lora_path": "x", "prompt_logprobs": -1, "truncate_prompt_tokens": 5,
+REFUSED = {"functions": [{"name": "f"}],
+           "custom_logit_processor": "x", "prompt_logprobs": -1, "truncate_prompt_tokens": 5,
            "modalities": ["text", "audio"], "suffix": "x", "stop_regex": "a", "use_beam_search": True,
            "chat_template": "x", "prompt_embeds": "gASV", "documents": [{"text": "x"}], "no_repeat_ngram_size": 3,
            "typical_p": 0.9, "top_a": 0.2, "xtc_probability": 0.5, "length_penalty": 0.8, "logit_processors": ["x"],
            "dry_multiplier": 0.8, "mirostat": 2, "top_n_sigma": 1}
 
 
-@pytest.fixture
-def made():
-    return make_app()
-
-
-@pytest.fixture
-def http(made):
-    with TestClient(made.app) as client:
-        yield client
+made, http = fixtures()
 
 
 def chat(http, **body):
@@ -125,9 +116,12 @@ def test_tools_that_must_not_be_used_change_nothing(made, http):
     assert chat(http, tools=[tool], tool_choice="none").status_code == 200
     for odd in ([{"type": "function", "function": None}], {"a": 1}, ["f"], [{"type": "function", "function": {}}],
                 [{"type": "function", "function": {"name": 7}}]):
-        assert chat(http, tools=odd, tool_choice="none").json()["error"]["param"] == "tools"
+        assert chat(http, tools=odd, tool_choice="none").json()["error"]["param"].startswith("tools")
     named = {"type": "function", "function": {"name": "f"}}
-    assert chat(http, tool_choice=named).json()["error"]["param"] == "tool_choice"
+    assert chat(http, tool_choice=named).json()["error"]["param"] == "tool_choice.function.name"
+    for field in ({"tools": [tool]}, {"tool_choice": "required"}, {"thinking_token_budget": 5}):
+        error = http.post("/v1/completions", json={"prompt": "x", **field}).json()["error"]
+        assert error["code"] == "unsupported_parameter" and {error["param"]} == field.keys()
 
 
 def test_every_parameter_reaches_the_engine(made, http):

@@ -3,20 +3,20 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 import threading
 import time
 
 import httpx
 import openai
 import pytest
-import uvicorn
 from isthmus.core.errors import EngineDead
+from isthmus.core.server.stream import ANTHROPIC, LINES, OPENAI, RESPONSES, EventStream
 from isthmus.core.server.threads import LARGE, SMALL
 from starlette.testclient import TestClient
 
 from .effort import SOON, until
 from .fake_client import TEXT, drive, make_app
+from .live import listening
 
 COST = 12  # seconds
 
@@ -80,6 +80,24 @@ def test_a_finished_stream_aborts_nothing():
     sent = run(made, "/v1/chat/completions", stream=True)
     assert text(sent).endswith("data: [DONE]\n\n") and not made.client.aborts
     assert sent[-1] == {"type": "http.response.body", "body": b"", "more_body": False}
+
+
+@pytest.mark.parametrize("framing", [OPENAI, RESPONSES, ANTHROPIC, LINES])
+def test_a_stream_without_events_is_a_whole_answer(framing):
+    async def nothing():
+        return
+        yield b""
+
+    async def main():
+        sent, never = [], asyncio.Event()
+
+        async def send(message):
+            sent.append(message)
+        await EventStream(nothing(), 0, {}, framing)({"type": "http"}, never.wait, send)
+        return sent
+    sent = asyncio.run(main())
+    assert [m["type"] for m in sent[:2]] == ["http.response.start", "http.response.body"] and sent[0]["status"] == 200
+    assert text(sent[1:]).encode() == framing.done and sent[-1]["more_body"] is False
 
 
 # ---- keep-alives
@@ -195,18 +213,8 @@ def test_an_abort_by_the_server_is_an_error_to_the_client(stream):
 @pytest.fixture(scope="module")
 def live():
     made = make_app(server={"api_key": "sekret"}, delay=0.001)
-    sock = socket.socket()
-    sock.bind(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(made.app, log_level="warning"))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, daemon=True)
-    thread.start()
-    while not server.started:
-        time.sleep(0.01)
-    made.url = f"http://127.0.0.1:{sock.getsockname()[1]}"
-    yield made
-    server.should_exit = True
-    thread.join(10)
-    sock.close()
+    with listening(made.app) as made.url:
+        yield made
 
 
 @pytest.fixture

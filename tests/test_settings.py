@@ -10,6 +10,7 @@ from isthmus.core.cli.main import main
 from isthmus.core.cli.run import MAX_MESSAGE
 from isthmus.core.config import Config, size_bytes
 from isthmus.core.errors import ConfigError
+from isthmus.core.scheduler import SCHEDULE_POLICIES
 from isthmus.core.scheduler.policy import POLICIES, FirstComeFirstServed
 from isthmus.core.settings import (
     check_platform,
@@ -200,6 +201,7 @@ def test_an_empty_variable_is_an_unset_one(tmp_path):
 
 
 def test_whoever_registers_a_policy_can_choose_it(monkeypatch):
+    assert SCHEDULE_POLICIES == tuple(POLICIES)
     monkeypatch.setitem(POLICIES._entries, "newest", FirstComeFirstServed)
     assert list_settings()["schedule_policy"].choices == tuple(sorted([*POLICIES]))
     assert resolve({"schedule_policy": "newest"}, {}).config.scheduler.schedule_policy == "newest"

@@ -191,8 +191,11 @@ def test_names_and_paths(root, registry, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("name", ["./nowhere", "/nowhere/at/all", "~/nowhere", "nowhere.gguf", "a/nowhere.gguf",
                                   "a/b/c", "a\\b", "nowhere.safetensors", "../x", ""])
-def test_what_looks_like_a_path_gets_a_path_error(name, monkeypatch):
+def test_what_looks_like_a_path_gets_a_path_error(name, monkeypatch, tmp_path):
     monkeypatch.setattr(hub, "fetch", lambda *_: pytest.fail("asked the hub"))
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")  # beside a checkout there may be anything
+    monkeypatch.setenv("HOME", str(tmp_path))
     with pytest.raises(CheckpointError, match="no such file or folder"):
         sources.resolve_model(name)
 

@@ -9,7 +9,7 @@ from isthmus.core.errors import ConfigError
 from isthmus.core.platform import Buckets, LayerState, Manifest
 from isthmus.core.platform_options import check_options, platform_options
 from isthmus.core.specs import KV_FORMATS, StateSpec
-from isthmus.core.startup import KV_DTYPES, compute_dtype, fit_memory
+from isthmus.core.startup import KV_DTYPES, check_weights, compute_dtype, fit_memory
 
 MIB = 2**20
 MODEL = SimpleNamespace(name="tiny", max_position=4096, state_layers=(LayerState(4, 64),) * 2)
@@ -63,10 +63,32 @@ def test_a_context_that_does_not_fit_is_cut_and_said_so():
     (100 * MIB, {"kv_cache_memory": "1KiB"}, "--kv-cache-memory 1KiB: 1.0 KiB for K and V hold no more than 0 tokens"),
     (2**40, {"kv_cache_memory": f"{PAGE * 11}B", "max_model_len": 2000}, "--max-model-len 2000 needs 3.9 MiB"),
     (2**40, {"max_model_len": 5000}, "tiny was made for 4096 positions"),
+    (2**40, {"kv_cache_memory": f"{PAGE * 11}B", "max_model_len": 2000},
+     "--max-model-len 160 fits; --kv-cache-memory 4MiB is enough, 1024.00 GiB are free"),
+    (PAGE * 11, {"kv_cache_memory": f"{PAGE * 11}B", "max_model_len": 2000}, "--max-model-len 160 fits$"),
+    (2**30, {"kv_cache_memory": "1KiB"}, "1.00 GiB are free; --kv-cache-memory 1MiB is the least"),
+    (0, {}, "0.0 KiB are free; a smaller model or quantization leaves more"),
 ])
 def test_what_cannot_fit_is_refused_with_the_numbers(free, settings, message):
     with pytest.raises(ConfigError, match=message):
         fit(free, **settings)
+
+
+def test_a_dtype_of_k_and_v_in_which_the_context_fits_is_named():
+    several = manifest(kv_dtypes=("bf16", "f8_e4m3"))
+    with pytest.raises(ConfigError, match="--max-model-len 160 fits; --kv-cache-dtype fp8_e4m3 makes it fit$"):
+        fit(PAGE * 11, several, kv_cache_memory=f"{PAGE * 11}B", max_model_len=300)
+    assert fit(PAGE * 11, several, kv_cache_memory=f"{PAGE * 11}B", max_model_len=300, kv_cache_dtype="fp8_e4m3")
+
+
+@pytest.mark.parametrize("world, words", [(1, "its weights need 9.00 GiB, and 8.00 GiB of 16.00 GiB are free on Acme"),
+                                          (2, None)])
+def test_weights_that_do_not_fit_are_refused_with_the_ways_out(world, words):
+    if words is None:
+        check_weights("tiny", 9 * 2**30, manifest(), world)
+        return
+    with pytest.raises(ConfigError, match=f"tiny does not fit: {words}.*--tensor-parallel-size 2 shares"):
+        check_weights("tiny", 9 * 2**30, manifest(), world)
 
 
 @pytest.mark.parametrize("dtype, width, vector", [("f64", 8, 0), ("f32", 4, 0), ("bf16", 2, 0), ("f16", 2, 0),
@@ -106,7 +128,7 @@ def test_a_context_is_no_longer_than_the_largest_bucket_of_pages():
 def test_dtype_and_options():
     assert compute_dtype(Config(), manifest()) == "bf16"
     assert compute_dtype(Config(model=ModelSettings(dtype="float32")), manifest()) == "f32"
-    with pytest.raises(ConfigError, match="float32: acme computes in bf16"):
+    with pytest.raises(ConfigError, match="float32: acme computes in bfloat16"):
         compute_dtype(Config(model=ModelSettings(dtype="float32")), manifest(compute_dtypes=("bf16",)))
     assert platform_options(("threads=8", "a=b=c")) == {"threads": "8", "a": "b=c"}
     for pair in ("threads", "=x", " =x", "=", ""):
@@ -116,6 +138,9 @@ def test_dtype_and_options():
 
 @pytest.mark.parametrize("name, pair, words", [
     ("cpu", "graphs=banana", "graphs=banana'?: the cpu platform has no option graphs; it has threads, kernels"),
+    ("cpu", "threads=0", "'threads=0': a number from 1 to 1024 is needed"),
+    ("cpu", "threads=1025", "a number from 1 to 1024"), ("cpu", "threads=many", "a number from 1 to 1024"),
+    ("mlx", "memory_share=1.5", "a number from 0.0 to 1.0"), ("mlx", "memory_share=nan", "a number from 0.0 to 1.0"),
     ("cpu", "theads=2", "no option theads; did you mean threads"),
     ("reference", "threads=2", "the reference platform has no option threads; it has none"),
     ("cuda", "graphs=banana", "graphs=banana'?: one of background, first, second, off is needed"),
@@ -123,5 +148,6 @@ def test_dtype_and_options():
 def test_an_option_that_the_platforms_file_does_not_have_is_refused_without_it(name, pair, words):
     with pytest.raises(ConfigError, match=words):
         check_options(name, (pair,))
-    check_options("cpu", ("threads=many", "kernels=torch"))  # what a number is, the platform says
+    check_options("cpu", ("threads=2", "kernels=torch"))
+    check_options("null", ("vocab=many",))  # what its file does not say, the platform does
     check_options("auto", ("anything=x",))

@@ -331,7 +331,7 @@ def test_ordinary_use_is_not_in_the_way(source, text):
 
 
 def test_weights_count_values_as_written_out():
-    budget = sandbox.Budget(1)
+    budget = sandbox.Budget(60)
     pair = ["ab", ["ab"]]
     assert budget.weigh("ab") == 3 and budget.weigh(7) == 1 and budget.weigh(["ab", ["ab"]]) == 8
     assert budget.weigh([pair, pair]) == 17 and budget.weigh({"k": [1]}) == 5

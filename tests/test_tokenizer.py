@@ -343,6 +343,7 @@ def test_folder_settings(tmp_path):
     named = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]
     (tmp_path / "chat_template.jinja").unlink()
     assert folder_vocab(make_folder(tmp_path, chat_template=named)).chat_template == "D"
+    assert folder_vocab(tmp_path).tool_template == "T"
 
 
 def test_folder_of_the_sentencepiece_kind(tmp_path):

@@ -137,7 +137,7 @@ def test_sparklines():
 @pytest.mark.parametrize("seconds,text", [(-1, "0 s"), (59, "59 s"), (61, "1 min 1 s"), (7260, "2 h 1 min"),
                                           (90000, "1 d 1 h")])
 def test_durations(seconds, text):
-    assert top._duration(seconds) == text
+    assert top.duration(seconds) == text
 
 
 def run_main(capsys, *words, monkeypatch=None) -> tuple[int, str, str]:
@@ -230,9 +230,9 @@ def test_a_server_that_refuses_at_first_is_not_waited_for_in_a_pipe():
 
 def test_without_unicode_bars_are_ascii(monkeypatch):
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
-    assert not top._can_draw()
+    assert not top.can_draw()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="utf-8"))
-    assert top._can_draw()
+    assert top.can_draw()
 
 
 # ---- whoever answers there is not trusted

@@ -267,6 +267,8 @@ def test_it_holds_in_an_environment_of_its_own(tmp_path):
     report = json.loads((tmp_path / "report.json").read_text())
     assert {word for word, count in report["counts"].items() if count} == {"passed", "unsupported"}
     left = [case for case in report["cases"] if case["dtype"] == "f32" and case["outcome"] != "passed"]
-    assert left and not any(case["claimed"] for case in left), left  # ranks, buckets, other K and V, some page sizes
+    later = {"no adapters"}  # a word that is newer than the example, whose law says that it is lacking
+    assert left and not any(case["claimed"] and case["reason"] not in later for case in left), left  # else only ranks,
+    #                                                                buckets, other K and V, some page sizes are left
     passed = [case for case in report["cases"] if case["outcome"] == "passed"]
     assert {case["law"] for case in passed} == {"manifest", "ops", "model", "state", "compile", "scheduler"}

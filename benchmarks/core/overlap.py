@@ -105,7 +105,8 @@ def some_allowed(bits: np.ndarray, mixed: np.ndarray) -> np.ndarray:
     """A token that each row allows, another one for another number: from a word at that place, or else the first."""
     every = np.arange(len(bits))
     words = mixed % bits.shape[1]
-    words = np.where(bits[every, words] != 0, words, (bits != 0).argmax(1))
+    others = np.flatnonzero(bits[every, words] == 0)
+    words[others] = (bits[others] != 0).argmax(1)
     chosen = bits[every, words]
     lowest = np.log2(chosen & (~chosen + np.uint32(1))).astype(np.int32)
     return (32 * words + lowest).astype(np.int32)

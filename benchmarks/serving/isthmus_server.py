@@ -1,17 +1,13 @@
-"""A real `isthmus serve` in its own processes, driven over HTTP as a client would."""
+"""A real `isthmus serve` in its own processes."""
 from __future__ import annotations
 
 import http.client
-import json
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from typing import Any
-
-from workloads import Timing
 
 
 class IsthmusServer:
@@ -51,42 +47,6 @@ class IsthmusServer:
             return response.status, response.read()
         finally:
             connection.close()
-
-    def flush(self) -> None:
-        """Empty the prefix cache, so that a round does not help the next."""
-        status, body = self._get("/flush_cache", "POST")
-        assert status == 200, body
-
-    def info(self) -> dict[str, Any]:
-        return json.loads(self._get("/server_info")[1])
-
-    def generate(self, prompt: list[int], max_tokens: int) -> Timing:
-        """One streamed completion, greedy, end of text ignored."""
-        body = json.dumps({"model": self.model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0,
-                           "ignore_eos": True, "stream": True, "return_token_ids": True})
-        began = time.perf_counter()
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=600)
-        connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
-        response = connection.getresponse()
-        if response.status != 200:
-            raise RuntimeError(f"{response.status}: {response.read()!r}")
-        first, tokens = 0.0, []
-        for line in response:
-            if line.startswith(b"data: {"):
-                choices = json.loads(line[6:])["choices"]
-                fresh = choices[0].get("token_ids") or [] if choices else []
-                if fresh and not tokens:
-                    first = time.perf_counter() - began
-                tokens += fresh
-                last = time.perf_counter() - began
-        connection.close()
-        if len(tokens) != max_tokens:
-            raise RuntimeError(f"{len(tokens)} tokens instead of {max_tokens}")
-        return Timing(first, last, tokens)
-
-    @property
-    def model(self) -> str:
-        return json.loads(self._get("/v1/models")[1])["data"][0]["id"]
 
     def close(self) -> None:
         self._process.send_signal(signal.SIGTERM)

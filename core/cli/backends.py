@@ -1,7 +1,6 @@
 """Who answers in `chat` and `generate`: an engine in this process, or a server somewhere."""
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import http.client
 import json
@@ -53,12 +52,13 @@ class Turn:
         self.first = self.first if self.first is not None else self.last
 
     def summary(self) -> str:
-        """"42 tokens, 31.5 tok/s, first after 0.12 s, 80 of 96 prompt tokens cached"."""
+        """"42 tokens, 31.5 tok/s, first after 0.12 s, 80 of 96 prompt tokens cached (83%)"."""
         if self.first is None or self.last is None:
             return "no tokens"
         spent, tokens = self.last - self.first, self.completion_tokens
         speed = f", {(tokens - 1) / spent:.1f} tok/s" if spent and tokens > 1 else ""
-        cached = f", {self.cached_tokens} of {self.prompt_tokens} prompt tokens cached" if self.prompt_tokens else ""
+        share = f"({100 * self.cached_tokens // self.prompt_tokens}%)" if self.prompt_tokens else ""
+        cached = f", {self.cached_tokens} of {self.prompt_tokens} prompt tokens cached {share}" if share else ""
         return (f"{'' if self.prompt_tokens else 'about '}{tokens} token{'' if tokens == 1 else 's'}{speed}, first "
                 f"after {self.first - self.began:.2f} s{cached}")
 
@@ -82,6 +82,7 @@ class LocalBackend:
 
     async def open(self, progress: Any) -> None:
         """Fetch the model and open its text side; `name` and `can_chat` are known then."""
+        import asyncio  # --help can do without
         loop = asyncio.get_running_loop()
         self.config = await in_thread(fetch, self.config, lambda *args: loop.call_soon_threadsafe(progress, *args))
         from ..server.text_service import open_text
@@ -112,6 +113,8 @@ class LocalBackend:
         limit: tokens of the answer unless `options` has max_tokens; None = as many as the context leaves.
         Raises `RequestError` for what cannot be served.
         """
+        import asyncio
+
         from ..messages import Submit, Watch, pack_ids
         from ..server.validate import Bounds, output_limit, sampling_params
         if isinstance(prompt, str):
@@ -162,7 +165,7 @@ class RemoteBackend:
     async def open(self, progress: Any) -> None:
         """Ask the server what it serves, and whether that can chat."""
         progress(f"connect to {self.address}", 0, 0)
-        served = await in_thread(self._models)
+        served = await in_thread(self.served)
         if self.model and self.model not in served:
             raise ConfigError(f"{self.address} has no model {self.model}; it serves {', '.join(served[:8])}")
         self.model = self.model or served[0]
@@ -191,6 +194,7 @@ class RemoteBackend:
 
     async def _stream(self, body: Mapping[str, Any], turn: Turn) -> AsyncIterator[str]:
         """One request. Leaving early closes the connection, which ends the request over there."""
+        import asyncio
         loop, queue = asyncio.get_running_loop(), asyncio.Queue()
         connection, opened = self._connect(), []
         path = self.path + ("/completions" if "prompt" in body else "/chat/completions")
@@ -304,7 +308,8 @@ class RemoteBackend:
     def _too_much(self) -> RequestError:
         return RequestError(f"{self.address} answers with more than {MAX_ANSWER} bytes at once", status=502)
 
-    def _models(self) -> list[str]:
+    def served(self) -> list[str]:
+        """Names of its models. `ConfigError` for what is no server with this API."""
         try:
             return [entry["id"] for entry in self.get_json("GET", self.path + "/models")["data"]] or ["default"]
         except RequestError as error:

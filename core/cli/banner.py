@@ -1,9 +1,8 @@
-"""What `isthmus serve` prints when it is ready: at most fifteen lines, each under a hundred columns."""
+"""What `isthmus serve` prints when it is ready: at most twelve lines, each under a hundred columns."""
 from __future__ import annotations
 
 import json
 import shlex
-import textwrap
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,9 +16,9 @@ DTYPES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16", "f64": "float6
 WIDTH = 99
 LABEL = 9
 ROOM = WIDTH - 2 - LABEL
-MAX_NOTES = 3
-MAX_REASON = 2  # lines
+CUT = " ..."
 EVERYWHERE = {"0.0.0.0": "0.0.0.0", "::": "[::]"}
+TENSORS = "tensors: "
 HELLO = "Hi"
 
 
@@ -29,10 +28,10 @@ def count(n: float, word: str) -> str:
     return f"{number} {word}" + ("" if number == "1" else "s")
 
 
-def base_url(host: str, port: int) -> str:
+def base_url(host: str, port: int, secure: bool = False) -> str:
     """The address that clients on this machine use."""
     local = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
-    return f"http://{local}:{port}"
+    return f"http{'s' if secure else ''}://{local}:{port}"
 
 
 def example(text: Any, context: int) -> tuple[str, dict[str, Any] | None]:
@@ -50,17 +49,17 @@ def example(text: Any, context: int) -> tuple[str, dict[str, Any] | None]:
 
 
 def _curl(url: str, model: str, key: bool, path: str, body: dict[str, Any] | None) -> list[str]:
-    """A command to paste; lines but the last end with a backslash. The model is named where the line has room."""
-    header = " -H \"Authorization: Bearer $OPENAI_API_KEY\"" if key else ""
+    """A command to paste, in two lines at most. The model is named where the line has room."""
+    header = '-H "x-api-key: $OPENAI_API_KEY" ' if key else ""
     if body is None:
-        return [f"curl {url}{path}{header}"]
-    named, bare = (f"-d {shlex.quote(json.dumps(b))}" for b in ({"model": model, **body}, body))
-    lines = [f"curl {url}{path} -H 'Content-Type: application/json'"] + ([header[1:]] if key else [])
-    return [f"{line} \\" for line in lines] + [named if len(named) <= ROOM else bare]
+        return [f"curl {header}{url}{path}"]
+    named, bare = (f"{header}-d {shlex.quote(json.dumps(b))}" for b in ({"model": model, **body}, body))
+    return [f"curl {url}{path} -H 'Content-Type: application/json' \\", named if len(named) <= ROOM else bare]
 
 
-def _cut(text: str, width: int) -> str:
-    return text if len(text) <= width else text[:width - 4].rstrip() + " ..."
+def _cut(text: str, mark: str = CUT) -> str:
+    """A line of it; `mark` says where the rest is."""
+    return text if len(text) <= ROOM else text[:ROOM - len(mark)].rstrip() + mark
 
 
 def listens(config: Config, url: str) -> str:
@@ -73,40 +72,59 @@ def _platform(info: Mapping[str, Any]) -> str:
     """Which, on what, and why."""
     device = f" on {info['device']}" if info.get("device") else ""
     ranks = f", {info['ranks']} ranks" if info.get("ranks", 1) > 1 else ""
-    return f"{info['platform']}{device}{ranks}: {info['platform_reason']}"
+    which, reason, more = f"{info['platform']}{device}{ranks}: ", info["platform_reason"], " (why: `isthmus explain`)"
+    if len(which + reason) <= ROOM:
+        return which + reason
+    return _cut(which + reason.partition(";")[0].partition(" (")[0] + more, CUT + more)
 
 
 def _memory(info: Mapping[str, Any], tokens: int) -> str:
     """Of the weights as all ranks have them, of K and V what each has."""
     among, each = (f" among {info['ranks']} ranks", " in each") if info.get("ranks", 1) > 1 else ("", "")
+    cache = "" if info.get("prefix_cache", True) else "; prefixes are not kept"
     return (f"{size(info['weight_bytes'])} of weights{among}, {size(info['kv_bytes'])} of KV cache{each} for "
-            f"{count(tokens, 'token')}")
+            f"{count(tokens, 'token')}{cache}")
+
+
+def _sampling(advice: str, config: Config) -> str:
+    """What holds for requests that set nothing, and how drafts are made; "" where neither is to be told."""
+    said = [f"{advice} as the model's makers advise, unless a request sets any"] if advice else []
+    if config.speculation.speculative:
+        from ..speculation.options import described  # with the drafter, which few servers have
+        said.insert(0, f"drafts by {described(config.speculation.speculative)[0]}")
+    return "; ".join(said)
+
+
+def _weights(notes: list[str], url: str) -> str:
+    """The notes on one line; where they are too long for it, as much of the first as there is room for."""
+    notes = [TENSORS + notes[0], *notes[1:]]
+    if len(whole := "; ".join(notes)) <= ROOM:
+        return whole
+    rest = (f"; {len(notes) - 1} more" if len(notes) > 1 else "") + f" (all: {url}/server_info)"
+    room = ROOM - len(rest)
+    return (notes[0] if len(notes[0]) <= room else notes[0][:room - len(CUT)].rstrip() + CUT) + rest
 
 
 def banner(info: Mapping[str, Any], config: Config, url: str, seconds: float, text: Any) -> str:
     """The lines; `info` is the engine's, `seconds` what start-up took, `text` the model's `TextService`."""
     model, context = info["served_name"], info["max_model_len"]
     tokens = info["page_size"] * info["pages"]
-    at_once = min(tokens / context, info["max_running"])
+    at_once = min(tokens // context, info["max_running"])
     key = config.server.api_key is not None
     advice = shown_options(info.get("sampling_defaults", {}))
-    notes = list(info["report"])
-    if len(notes) > MAX_NOTES:
-        notes = [*notes[:MAX_NOTES - 1], f"and {len(notes) - MAX_NOTES + 1} more: see {url}/server_info"]
+    sent = "'<your key>'" if key else "none"
     rows = [
-        ("model", f"{model}, computed in {DTYPES.get(info['dtype'], info['dtype'])}"),
-        *((name, note) for name, note in zip(("weights", *[""] * MAX_NOTES), notes, strict=False)),
-        *zip(("platform", *[""] * MAX_REASON), textwrap.wrap(_platform(info), ROOM,
-             max_lines=MAX_REASON, placeholder=" ... (`isthmus doctor` has it all)"), strict=False),
-        ("memory", _memory(info, tokens)),
+        ("model", _cut(f"{model}, computed in {DTYPES.get(info['dtype'], info['dtype'])}")),
+        *([("weights", _weights(list(info["report"]), url))] if info["report"] else []),
+        ("platform", _platform(info)),
+        ("memory", _cut(_memory(info, tokens))),
         ("context", f"{context} tokens; {count(at_once, 'request')} of that length at once, at most "
                     f"{info['max_running']} of any length"),
-        *([("sampling", f"{advice} as the model's makers advise, unless a request sets any")] if advice else []),
+        *([("sampling", _cut(sampling))] if (sampling := _sampling(advice, config)) else []),
+        ("page", f"open {url} in a browser to chat; /dashboard has the numbers"),
+        *zip(("try", ""), _curl(url, model, key, *example(text, context)), strict=False),
+        ("clients", f"export OPENAI_BASE_URL={url}/v1 OPENAI_API_KEY={sent}"),
+        ("", f"export ANTHROPIC_BASE_URL={url} ANTHROPIC_AUTH_TOKEN={sent}"),
     ]
-    lines = [f"  {name:{LABEL}}{_cut(value, ROOM)}" for name, value in rows]
-    curl = _curl(url, model, key, *example(text, context))
-    return "\n".join([
-        f"isthmus {isthmus_version()} is ready after {seconds:.1f} s: {url}{listens(config, url)}", *lines,
-        *(f"  {name:{LABEL}}{line}" for name, line in zip(("try", *[""] * 3), curl, strict=False)),
-        f"  {'clients':{LABEL}}export OPENAI_BASE_URL={url}/v1 OPENAI_API_KEY={'<your key>' if key else 'none'}",
-    ])
+    return "\n".join([f"isthmus {isthmus_version()} is ready after {seconds:.1f} s: {url}{listens(config, url)}",
+                      *(f"  {name:{LABEL}}{value}" for name, value in rows)])

@@ -2,12 +2,12 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import re
 import signal
 import sys
 import time
+from collections.abc import Callable
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from .backends import TOO_LONG, Message, Turn, add_backend_arguments, make_backe
 from .parser import add_model_argument
 from .progress import ProgressLine
 from .sampling import OPTIONS, add_sampling_arguments, given_options, parse_option, shown_options
-from .terminal import QUOTES, Reader, WordWrap, make_reader, quiet_terminal
+from .terminal import QUOTES, Reader, WordWrap, harmless, make_reader, quiet_terminal
 
 DEFAULT, NONE = "default", "none"
 HELP = f"""\
@@ -42,6 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, resolved: Resolved) -> int:
+    import asyncio  # --help can do without
     options = given_options(arguments)
     return asyncio.run(_chat(make_backend(arguments, resolved), options, arguments.system))
 
@@ -59,6 +60,7 @@ async def _chat(backend: Any, options: dict[str, Any], system: str | None) -> in
             print(f"isthmus: {backend.warning}", file=sys.stderr, flush=True)
         chat = Chat(backend, options, system)
         reader = make_reader()
+        chat.cut_short = getattr(reader, "cut_short", chat.cut_short)
         if sys.stdin.isatty():
             print(f"{backend.name}. /help lists the commands.")
         with quiet_terminal(sys.stdin):
@@ -75,6 +77,7 @@ class Chat:
         self.backend, self.options, self.system = backend, options, system
         self.messages: list[Message] = []
         self.failed = 0
+        self.cut_short: Callable[[], bool] = lambda: False  # whether Ctrl-C was typed right behind the question
         self.out = out or sys.stdout
         self._saved: set[Path] = set()
         self.commands = {"/help": self._help, "/clear": self._clear, "/system": self._system, "/set": self._set,
@@ -113,6 +116,7 @@ class Chat:
 
     async def answer(self, text: str) -> None:
         """Stream the answer to one message. Ctrl-C stops it; what has been said stays in the conversation."""
+        import asyncio
         system = [{"role": "system", "content": self.system}] if self.system else []
         question = [*self.messages, {"role": "user", "content": text}]
         turn, said = Turn(time.monotonic()), []
@@ -122,11 +126,13 @@ class Chat:
             async with aclosing(self.backend.stream([*system, *question], self.options, turn)) as pieces:
                 async for piece in pieces:
                     said.append(piece)
-                    print(wrap(piece), end="", file=self.out, flush=True)
+                    print(wrap(harmless(piece)), end="", file=self.out, flush=True)
 
         task = asyncio.ensure_future(stream())
         loop = asyncio.get_running_loop()
         before = signal.signal(signal.SIGINT, lambda *_: loop.call_soon_threadsafe(task.cancel))
+        if self.cut_short():
+            task.cancel()
         stopped = ""
         try:
             await task

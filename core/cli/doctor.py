@@ -42,6 +42,7 @@ print("lived")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--bug-report", action="store_true", help="print what to paste into an issue; keys are hidden")
 
 
 def run(arguments: argparse.Namespace, resolved: Resolved) -> int:
@@ -49,6 +50,9 @@ def run(arguments: argparse.Namespace, resolved: Resolved) -> int:
     report = examine(resolved.config.platform)
     if arguments.json:
         print(json.dumps(report, ensure_ascii=False))
+    elif arguments.bug_report:
+        from .bug_report import text
+        print(text(lines(report, None), resolved))
     else:
         print("\n".join(lines(report, _columns())))
     return 0 if report["chosen"] else 1

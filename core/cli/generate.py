@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import sys
 import time
@@ -14,7 +13,7 @@ from ..settings import Resolved
 from .backends import Turn, add_backend_arguments, make_backend
 from .progress import ProgressLine
 from .sampling import add_sampling_arguments, given_options
-from .terminal import read_input
+from .terminal import harmless, read_input
 
 MAX_TOKENS = 512
 
@@ -30,6 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, resolved: Resolved) -> int:
+    import asyncio  # --help can do without
     options = given_options(arguments)
     if arguments.raw and arguments.system is not None:
         raise ConfigError("--system is for an answer, and --raw continues the text as it is: leave one of them out")
@@ -80,13 +80,13 @@ def _raw_note(arguments: argparse.Namespace, backend: Any) -> str:
 
 
 async def _print(stream: Any, collect: bool) -> str:
-    """The whole text, printed as it comes unless it is to be collected."""
-    text = []
+    """The whole text, printed as it comes unless it is to be collected. A program that reads it gets it unchanged."""
+    text, shown = [], harmless if sys.stdout.isatty() else str
     async with aclosing(stream) as pieces:
         async for piece in pieces:
             text.append(piece)
             if not collect:
-                print(piece, end="", flush=True)
+                print(shown(piece), end="", flush=True)
     if not collect:
         print()
     return "".join(text)

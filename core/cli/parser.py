@@ -38,10 +38,11 @@ class Parser(argparse.ArgumentParser):
         super().__init__(
             prog=f"isthmus {command.name}", usage=f"isthmus {command.name} {command.words}",
             description=command.help[0].upper() + command.help[1:] + ".",
-            epilog="\n\n".join([*parts, *command.notes]) or None, allow_abbrev=False,
+            epilog="\n\n".join([*_list_parts(command), *parts, *command.notes]) or None, allow_abbrev=False,
             formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(
                 prog, max_help_position=34, width=min(shutil.get_terminal_size().columns, 120)))
         self.extra = f"; {command.extra}" if command.extra else ""
+        self.rest = command.rest
         self._negative_number_matcher = re.compile(r"-\.?\d")  # "-1GiB" is a value too: who checks it names it
 
     def error(self, message: str) -> NoReturn:
@@ -49,13 +50,24 @@ class Parser(argparse.ArgumentParser):
 
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
         """Parse, or raise `ConfigError` that suggests the flag that was probably meant."""
-        arguments, unknown = self.parse_known_args(argv)
+        rest: Sequence[str] = ()
+        if self.rest and "--" in argv:
+            argv, rest = argv[:argv.index("--")], argv[argv.index("--") + 1:]
+        arguments, unknown = self.parse_known_args(argv, argparse.Namespace(rest=list(rest)) if self.rest else None)
         if unknown:
             word = next((u for u in unknown if u.startswith("-")), unknown[0])
             flags = [f for action in self._actions for f in action.option_strings if f.startswith("--")]
             hint = suggest(word.partition("=")[0], flags) if word.startswith("-") else self.extra
             self.error(f"unknown {'option' if word.startswith('-') else 'argument'} {word}{hint}")
         return arguments
+
+
+def _list_parts(command: Command) -> list[str]:
+    if not command.parts:
+        return []
+    width = max(len(part.name) for part in command.parts)
+    lines = [f"  {part.name:{width}}  {part.help}" for part in command.parts]
+    return ["\n".join([f"parts (`isthmus {command.name} PART --help`; without one it is the first):", *lines])]
 
 
 def build_parser(command: Command) -> Parser:
@@ -67,26 +79,28 @@ def build_parser(command: Command) -> Parser:
         group = parser.add_argument_group(f"{name}: {about}")
         for setting in settings:
             if setting.group == name:
-                _add_setting(group, setting, defaults, not command.shown or setting.name in command.shown)
+                help = "help" if "model" in command.groups or not setting.meta("client") else "client"
+                _add_setting(group, setting, defaults, not command.shown or setting.name in command.shown, help)
     if command.groups:
         parser.add_argument("--config", metavar="FILE", help="YAML file with settings; ISTHMUS_<SETTING> variables and "
                             "flags win over it")
     return parser
 
 
-def _add_setting(group: Any, setting: Setting, defaults: Config, visible: bool) -> None:
+def _add_setting(group: Any, setting: Setting, defaults: Config, visible: bool, help: str) -> None:
     default = shown(defaults, setting)
     note = f" ({setting.meta('unit')})" if setting.meta("unit") not in (None, "bytes") else ""
-    text = f"{setting.meta('help')}{note}" + ("" if default == "-" else f" [{default}]")
+    text = f"{setting.meta(help)}{note}" + ("" if default == "-" else f" [{default}]")
     common: dict[str, Any] = {"dest": setting.name, "default": argparse.SUPPRESS,
                               "help": text.replace("%", "%%") if visible else argparse.SUPPRESS}
     if setting.type is bool:
         group.add_argument(setting.flag, action=argparse.BooleanOptionalAction, **common)
-    elif setting.type is tuple:
+    elif setting.type is tuple and not setting.meta("metavar"):
         group.add_argument(setting.flag, action="append", metavar="KEY=VALUE", **common)
     else:
         choices = "{" + ",".join(setting.choices) + "}"
-        metavar = choices if setting.choices else {int: "N", float: "X", str: "TEXT"}[setting.type]
+        kinds = {int: "N", float: "X", str: "TEXT", tuple: setting.meta("metavar")}
+        metavar = setting.meta("metavar") or (choices if setting.choices else kinds[setting.type])
         group.add_argument(setting.flag, metavar=metavar, **common)
 
 
@@ -113,9 +127,18 @@ def overview() -> str:
     return OVERVIEW.format(commands="\n".join(lines))
 
 
-def find_command(word: str) -> Command:
-    """The command with this name; `ConfigError` with a suggestion when there is none."""
+def find_command(argv: Sequence[str]) -> tuple[Command, Sequence[str]]:
+    """The command that the words begin with, and the words after its name; `ConfigError` with a suggestion when there
+    is none."""
+    word, *rest = argv
     if word not in COMMANDS:
         kind, known = ("option", ("--help", "--version")) if word.startswith("-") else ("command", COMMANDS)
         raise ConfigError(f"unknown {kind} {word}{suggest(word, known)} (see `isthmus --help`)")
-    return COMMANDS[word]
+    command = COMMANDS[word]
+    if not command.parts or not rest or rest[0].startswith("-"):
+        return command, rest
+    parts = {part.name.partition(" ")[2]: part for part in command.parts}
+    if rest[0] not in parts:
+        raise ConfigError(f"isthmus {word} has no part {rest[0]}{suggest(rest[0], parts)}; there are: "
+                          f"{', '.join(parts)}")
+    return parts[rest[0]], rest[1:]

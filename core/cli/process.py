@@ -1,6 +1,7 @@
 """A command in a process of its own: what Ctrl-C ends, and how the process is left."""
 from __future__ import annotations
 
+import _thread
 import os
 import signal
 import socket
@@ -8,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import Any
 
 from .main import INTERRUPTED
 
@@ -17,6 +19,7 @@ _notes: list[socket.socket] = []  # both ends of what the system's signals are n
 def run_process(run: Callable[[Sequence[str]], int]) -> int:
     """Run this process's command; the exit code. Returns only where the interpreter may end in its own way."""
     _note_signals()
+    sys.unraisablehook = _interrupt_again
     code = INTERRUPTED
     try:
         code = run(sys.argv[1:])
@@ -39,6 +42,16 @@ def cut_off(error: Exception) -> bool:
     with suppress(BlockingIOError):
         return signal.SIGINT in _notes[0].recv(4096)
     return False
+
+
+def _interrupt_again(lost: Any) -> None:
+    """A Ctrl-C that came in a callback, such as those of the locks of imports, is lost there: it comes again."""
+    if not issubclass(lost.exc_type, KeyboardInterrupt):
+        sys.__unraisablehook__(lost)
+    elif sys.platform == "win32":
+        _thread.start_new_thread(_thread.interrupt_main, ())
+    else:  # a signal also ends what the main thread waits for by then
+        _thread.start_new_thread(signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
 
 
 def _note_signals() -> None:

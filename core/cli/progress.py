@@ -55,6 +55,8 @@ class ProgressLine:
             return shown_size(done) if done >= BYTES else ""
         if total < BYTES:
             return f"{done}/{total}"
+        if not done:
+            return shown_size(total)
         whole, part = shown_size(total), shown_size(done)
         text = f"{part.removesuffix(whole[-4:])} of {whole}"  # "45 of 93 MiB"
         spent = time.monotonic() - self._since

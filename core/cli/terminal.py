@@ -17,6 +17,17 @@ MAX_INPUT = 1 << 24  # characters of a prompt or line from a pipe
 Reader = Callable[[str], Awaitable[str]]
 
 
+# A model's text may not move the cursor, set the title or hide what is before it: control characters, and those that
+# turn the direction of writing, are shown as a box. What joins letters and emoji stays.
+_STEERING = {code: "\ufffd" for code in (*range(32), *range(127, 160), *range(0x202A, 0x202F), *range(0x2066, 0x206A))
+             if chr(code) not in "\n\t"} | {ord("\r"): None}
+
+
+def harmless(text: str) -> str:
+    """The text without what steers a terminal."""
+    return text.translate(_STEERING)
+
+
 class WordWrap:
     """Breaks streamed text between words; nothing is held back. `width`: columns of the terminal."""
 
@@ -84,7 +95,7 @@ def is_open_block(text: str) -> bool:
 
 def make_reader() -> Reader:
     """An async function that asks for one line (or block) and raises EOFError at the end."""
-    return _line_editor() if sys.stdin.isatty() else _read_pipe
+    return LineEditor() if sys.stdin.isatty() else _read_pipe
 
 
 def read_input(read: Callable[[int], str]) -> str:
@@ -105,9 +116,36 @@ async def _read_pipe(prompt: str) -> str:
     return line.rstrip("\n")
 
 
-def _line_editor() -> Reader:
-    from prompt_toolkit import PromptSession
-    from prompt_toolkit.history import FileHistory
+class LineEditor:
+    """Asks for a line, or a block of them, at the terminal. Lines can be edited, and earlier ones be had again."""
+
+    def __init__(self) -> None:
+        from prompt_toolkit import PromptSession
+        from prompt_toolkit.history import FileHistory
+        cache_dir().mkdir(parents=True, exist_ok=True)
+        history = cache_dir() / "chat_history"
+        history.touch(mode=0o600)  # what people type is nobody else's business
+        self._session: Any = PromptSession(history=FileHistory(str(history)), key_bindings=_keys(),
+                                           prompt_continuation="  ")
+
+    async def __call__(self, prompt: str) -> str:
+        return await self._session.prompt_async(prompt)
+
+    def cut_short(self) -> bool:
+        """Was Ctrl-C typed right behind the line? While the editor has the terminal that is a key, and no signal. What
+        was typed after it waits for the next prompt."""
+        from prompt_toolkit.input.typeahead import get_typeahead, store_typeahead
+        from prompt_toolkit.keys import Keys
+        terminal = self._session.app.input
+        keys = get_typeahead(terminal)
+        if sys.platform != "win32":  # there to read is to wait
+            keys += terminal.read_keys()
+        rest = next((i + 1 for i, key in enumerate(keys) if key.key == Keys.ControlC), 0)
+        store_typeahead(terminal, keys[rest:])
+        return rest > 0
+
+
+def _keys() -> Any:
     from prompt_toolkit.key_binding import KeyBindings
     keys = KeyBindings()
 
@@ -122,8 +160,4 @@ def _line_editor() -> Reader:
         else:
             event.current_buffer.validate_and_handle()
 
-    cache_dir().mkdir(parents=True, exist_ok=True)
-    history = cache_dir() / "chat_history"
-    history.touch(mode=0o600)  # what people type is nobody else's business
-    session: Any = PromptSession(history=FileHistory(str(history)), key_bindings=keys, prompt_continuation="  ")
-    return session.prompt_async
+    return keys

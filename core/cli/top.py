@@ -14,7 +14,6 @@ from ..errors import ConfigError, RequestError, cut, printable
 from ..settings import Resolved
 from .backends import RemoteBackend, own_key
 from .banner import base_url
-from .server_info import problem
 
 ANSWER_S = 10.0    # how long an answer may take
 NEWER = 10         # readings that `--once` waits for a number newer than its first
@@ -64,7 +63,7 @@ def run(arguments: argparse.Namespace, resolved: Resolved) -> int:
     if not 0.1 <= arguments.interval <= 3600:
         raise ConfigError(f"--interval {arguments.interval:g}: it must be between 0.1 and 3600 seconds")
     settings = resolved.config.server
-    url = arguments.url or base_url(settings.host, settings.port)
+    url = arguments.url or base_url(settings.host, settings.port, settings.tls_cert is not None)
     source = Source(url, own_key(resolved), arguments.interval)
     try:
         if arguments.once or arguments.json or not sys.stdout.isatty():
@@ -85,6 +84,7 @@ class Source:
 
     def read(self) -> dict[str, Any]:
         """What the server says now."""
+        from .server_info import problem  # imports what --help can do without
         try:
             found = self._server.get_json("GET", self._server.root_path + "/server_info")
             wrong = problem(found)
@@ -159,7 +159,7 @@ def _print(source: Source, once: bool, as_json: bool) -> None:
                 raise RequestError(page, status=502)
             print(json.dumps({"url": source.url, "ok": False, "reason": page}) if as_json else page, flush=True)
             continue
-        print(json.dumps(asdict(page)) if as_json else "\n".join(lines(page, plain=not _can_draw())), flush=True)
+        print(json.dumps(asdict(page)) if as_json else "\n".join(lines(page, plain=not can_draw())), flush=True)
         if once:
             return
         if not as_json:
@@ -178,11 +178,12 @@ def _renew(source: Source) -> None:
                 shown = [*shown[:1], "", page, "", "Ctrl-C leaves"]
             else:
                 speeds.append(page.generated_per_s or 0.0)
-                shown = [*lines(page, speeds, not _can_draw()), "", "Ctrl-C leaves"]
+                shown = [*lines(page, speeds, not can_draw()), "", "Ctrl-C leaves"]
             live.update(Text("\n".join(shown), no_wrap=True, overflow="ellipsis"), refresh=True)
 
 
-def _can_draw() -> bool:
+def can_draw() -> bool:
+    """Whether standard output's encoding has the bars."""
     try:
         BARS.encode(sys.stdout.encoding or "ascii")
     except (UnicodeEncodeError, LookupError):
@@ -201,7 +202,7 @@ def lines(page: Figures, speeds: deque[float] | None = None, plain: bool = False
 def _lines(page: Figures, speeds: deque[float] | None, plain: bool) -> list[str]:
     state = "healthy" if page.ok else f"NOT HEALTHY: {page.reason}"
     place = f"{page.model} on {page.platform or 'no platform yet'} at {page.url}"
-    found = [f"{place}, up {_duration(page.uptime)}, {state}"]
+    found = [f"{place}, up {duration(page.uptime)}, {state}"]
 
     def row(label: str, text: str) -> None:
         found.append(f"  {label:{LABEL}}{text}")
@@ -253,7 +254,7 @@ def _number(value: int | None) -> str:
     return "-" if value is None else f"{value:,}"
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
     """"3 d 4 h", "4 h 5 min", "5 min 6 s", "6 s"."""
     for large, small, size, part in (("d", "h", 86400, 3600), ("h", "min", 3600, 60), ("min", "s", 60, 1)):
         if seconds >= size:

@@ -20,6 +20,8 @@ KINDS = {
     "regex": "a regular expression that the whole output matches",
     "grammar": "a context-free grammar: GBNF with a rule root, or Lark with a rule start",
     "choice": "a JSON list of strings, of which the output is one",
+    "any": "nothing: any text",
+    "layout": "a JSON tree of texts, schemas and their repetitions, see `core.grammar.layout`",
     "structural_tag": "a JSON object of triggers and of structures with begin, schema and end; free text between them",
 }
 # What `GrammarBackend.accept` says of a token. FAILED: one of the grammar's limits does not let it go on.

@@ -8,7 +8,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import llguidance
@@ -26,6 +26,7 @@ from .contract import (
     GrammarError,
     Matcher,
 )
+from .layout import layout_to_lark
 from .schema import NAMED, check, parts, spell_out
 from .tags import read_tags, tags_to_lark
 from .vocabulary import Vocabulary
@@ -51,7 +52,7 @@ ENDLESS = '%llguidance {"no_forcing": true}\n'  # for a text that is forced with
 # In GBNF, a repetition at the end of a group that is repeated itself. The library would lose the group's brackets.
 _REPEATED = re.compile(r'"(?:\\.?|[^"\\])*"?|\[(?:\\.?|[^\]\\])*\]?|#[^\n]*|([*+?}])(?=\s*\)[\s)]*[*+?{])', re.DOTALL)
 SPELLED, MAX_SPELLED = 4096, 512  # texts whose tokens are kept, and how long they are
-MAX_THREADS, ROWS = 8, 128  # that fill masks together, at the cost of more processor time; rows that are worth it
+MAX_THREADS, ROWS = 8, 128  # that work for many rows, at the cost of more processor time; rows that are worth it
 
 
 class _Words:
@@ -121,9 +122,9 @@ class GuidedGrammar(Grammar):
 
 
 class Guidance(GrammarBackend):
-    """Takes all kinds. Many rows are filled on several threads where there are the processors for it."""
+    """Takes all kinds. Many rows are filled, and go on, on several threads where there are the processors for it."""
 
-    kinds = tuple(KINDS)
+    kinds = tuple(kind for kind in KINDS if kind != "any")
 
     def __init__(self, vocabulary: Vocabulary):
         super().__init__(vocabulary)
@@ -136,7 +137,16 @@ class Guidance(GrammarBackend):
         self._threads = llguidance.LLExecutor(threads) if threads > 1 else None
 
     def compile(self, kind: str, source: str) -> GuidedGrammar:
-        first = self._first(kind, source)
+        try:
+            return self._compile(kind, source)
+        except GrammarError:
+            if kind != "layout":
+                raise
+        return self._compile(kind, source, self._why_not)
+
+    def _compile(self, kind: str, source: str, refuses: Callable[[Any], str] | None = None) -> GuidedGrammar:
+        """refuses: says of each schema of a layout why it cannot be enforced."""
+        first = self._first(kind, source, refuses=refuses)
         fault = self._try(first)
         if kind == "grammar" and "ff_tokens" in fault:
             first = self._first(kind, source, ENDLESS)
@@ -145,10 +155,14 @@ class Guidance(GrammarBackend):
             raise GrammarError(in_words(fault))
         return GuidedGrammar(first)
 
-    def _first(self, kind: str, source: str, head: str = "") -> Guided:
+    def _first(self, kind: str, source: str, head: str = "", refuses: Callable[[Any], str] | None = None) -> Guided:
         """A matcher at the beginning. head: of a grammar in Lark."""
         try:
-            state = self._begin(self._grammar(kind, source, head))
+            if kind == "layout":
+                state = self._begin(llguidance.LLMatcher.grammar_from_lark(
+                    layout_to_lark(source, self.vocabulary.names, SPACES, refuses)))
+            else:
+                state = self._begin(self._grammar(kind, source, head))
         except (ValueError, TypeError, RecursionError) as error:  # what is no JSON or no Unicode
             if isinstance(error, GrammarError):
                 raise
@@ -201,6 +215,14 @@ class Guidance(GrammarBackend):
     def _of_schema(self, schema: dict[str, Any]) -> llguidance.LLMatcher:
         return self._begin(llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=JSON))
 
+    def _why_not(self, schema: Any) -> str:
+        """Why a schema cannot be enforced; "" if it can."""
+        try:
+            state = self._of_schema(schema)
+        except (ValueError, RecursionError) as error:
+            return in_words(str(error))
+        return f"{self._place(schema, reason(state))}: {reason(state)}" if state.is_error() else ""
+
     def _refuses(self, schema: dict[str, Any], words: str) -> bool:
         try:
             state = self._of_schema(schema)
@@ -221,8 +243,13 @@ class Guidance(GrammarBackend):
             bits[failed] = 0
 
     def accept(self, matchers: Sequence[Guided], tokens: Sequence[int]) -> np.ndarray:
-        return np.array([(COMPLETE if state.is_stopped() else GOES_ON) if state.consume_token(token) else _why(state)
-                         for state, token in zip([m.state for m in matchers], tokens, strict=True)], np.int8)
+        states = [matcher.state for matcher in matchers]
+        if self._threads is None or len(states) < ROWS:
+            taken = [state.consume_token(token) for state, token in zip(states, tokens, strict=True)]
+        else:
+            taken = self._threads.consume_token_par(list(zip(states, tokens, strict=True)))
+        return np.array([(COMPLETE if state.is_stopped() else GOES_ON) if took else _why(state)
+                         for state, took in zip(states, taken, strict=True)], np.int8)
 
     def _grammar(self, kind: str, source: str, head: str) -> str:
         if kind in ("json_object", "json_schema"):

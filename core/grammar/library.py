@@ -12,6 +12,7 @@ from ..errors import IsthmusError
 from ..messages import GrammarSpec
 from . import PACKAGES
 from .contract import BACKENDS, KINDS, Grammar, GrammarBackend, GrammarError
+from .thinking import Free
 from .vocabulary import Vocabulary
 
 THREADS = 2
@@ -69,9 +70,11 @@ class Library:
 
     def _compile(self, spec: GrammarSpec) -> Grammar:
         backend = self.backend
+        if spec.kind == "any":
+            return Free()
         if spec.kind not in backend.kinds:
-            raise GrammarError(f"the grammar backend {self._name} takes no {spec.kind}; it takes: "
-                               f"{', '.join(backend.kinds)}")
+            raise GrammarError(f"the grammar backend {self._name} cannot enforce a {spec.kind}, only: "
+                               f"{', '.join(backend.kinds)}; a server started with --grammar-backend llguidance can")
         began = time.perf_counter()
         try:
             return backend.compile(spec.kind, spec.source)
@@ -93,9 +96,9 @@ def check_spec(spec: GrammarSpec) -> None:
 def open_backend(name: str, vocabulary: Any) -> GrammarBackend:
     """A backend by its name in the registry."""
     from importlib import import_module
-    if name in PACKAGES:
-        try:
+    try:
+        if name in PACKAGES:
             import_module(PACKAGES[name], __package__)
-        except ImportError as error:
-            raise IsthmusError(f"the grammar backend {name} is not installed: {error}; pip install {name}") from error
-    return BACKENDS.create(name, vocabulary)
+        return BACKENDS.create(name, vocabulary)
+    except ImportError as error:
+        raise IsthmusError(f"the grammar backend {name} is not installed: {error}; pip install {name}") from error

@@ -33,7 +33,7 @@ def tags_to_lark(source: str, names: Mapping[str, int], spaces: str) -> str:
             head = f"trigger_{i}"
         body = json.dumps({**schema, "x-guidance": {"whitespace_pattern": spaces}}) if isinstance(
             schema, dict) else json.dumps(schema)
-        lines.append(f"tag_{i}: {head} {_words(begin[len(trigger):], names)} %json {body} {_words(end, names)}")
+        lines.append(f"tag_{i}: {head} {words(begin[len(trigger):], names)} %json {body} {words(end, names)}")
     return "\n".join(lines)
 
 
@@ -63,7 +63,7 @@ def read_tags(source: str) -> tuple[list[tuple[str, Any, str]], list[str]]:
     return found, triggers
 
 
-def _words(text: str, names: Mapping[str, int]) -> str:
+def words(text: str, names: Mapping[str, int]) -> str:
     """A literal text in Lark's notation, control tokens by their ids."""
     if not text:
         return ""

@@ -9,7 +9,9 @@ from typing import NamedTuple
 from ..errors import IsthmusError, Overloaded, RequestError, cut
 from ..messages import Submit
 from .contract import Grammar, GrammarError, Matcher
+from .controls import controlled
 from .library import Library
+from .thinking import AfterThinking, words_of
 
 PATIENCE = 30.0  # seconds for one grammar, the model's vocabulary included where it is the first
 
@@ -34,9 +36,11 @@ class Compiling:
         """A matcher for the request, or None: it is kept here until `ready` gives it. Raises `RequestError`."""
         if submit.id in self._pending:
             raise ValueError(f"request id {submit.id!r} is in use")
+        if submit.params.grammar is None:
+            return controlled(None, submit, lambda: self._library.backend.vocabulary)
         future = self._library.ask(submit.params.grammar)
         if future.done():
-            return matcher_of(future, submit)
+            return matcher_of(future, submit, self._library)
         if len(self._pending) >= self._most:
             raise Overloaded(f"{len(self._pending)} requests wait for their grammars to be compiled")
         self._pending[submit.id] = Pending(submit, future, time.monotonic() + PATIENCE)
@@ -52,7 +56,7 @@ class Compiling:
         for id, pending in list(self._pending.items()):
             if pending.grammar.done():
                 try:
-                    found.append((pending.submit, matcher_of(pending.grammar, pending.submit)))
+                    found.append((pending.submit, matcher_of(pending.grammar, pending.submit, self._library)))
                 except RequestError as error:
                     found.append((pending.submit, error))
             elif now > pending.until:
@@ -68,13 +72,18 @@ class Compiling:
         return [pending.submit for id in ids if (pending := self._pending.pop(id, None)) is not None]
 
 
-def matcher_of(future: Future[Grammar], submit: Submit) -> Matcher:
-    """Raises `RequestError` with the reason why the grammar could not be compiled."""
+def matcher_of(future: Future[Grammar], submit: Submit, library: Library) -> Matcher:
+    """What follows a request's output. Raises `RequestError` with the reason why the grammar could not be compiled."""
     field = submit.params.grammar.field
     try:
-        return future.result().start()
+        matcher, thinking = future.result().start(), submit.params.thinking
+        if thinking is not None:
+            matcher = AfterThinking(matcher, thinking, words_of(library.backend.vocabulary, thinking.ends))
+        return controlled(matcher, submit, lambda: library.backend.vocabulary)
     except GrammarError as error:
         raise GrammarError(f"{field}: {error.message}", field) from error
+    except RequestError:  # of a logits processor
+        raise
     except Exception as error:  # a library that is not installed, or fails in a way of its own
         words = str(error) if isinstance(error, IsthmusError) else f"{type(error).__name__}: {error}"
         raise RequestError(f"{field}: structured output is not available here: {cut(words, 500)}", status=500,

@@ -7,30 +7,34 @@ from typing import Any, NamedTuple
 from ..errors import CheckpointError
 from ..platform import Batch, Ops, Tensor
 from . import gemma, glm, llama, qwen
-from .blocks import Layout
+from .blocks import Layout, head
 from .config import Family, ModelConfig
 from .fields import Fields
 
 
 class Architecture(NamedTuple):
-    """How to read the configuration, which weights there are, and the step."""
+    """How to read the configuration, which weights there are, and all layers of a step: [T, hidden]."""
 
     family: Family
     layout: Callable[[ModelConfig], Layout]
-    forward: Callable[[ModelConfig, Ops, Mapping[str, Any], Batch], Tensor]
+    hidden: Callable[[ModelConfig, Ops, Mapping[str, Any], Batch], Tensor]
+
+    def forward(self, config: ModelConfig, ops: Ops, weights: Mapping[str, Any], batch: Batch) -> Tensor:
+        """One step over all tokens of the batch."""
+        return head(ops, self.hidden(config, ops, weights, batch), weights, batch.logit_rows, config)
 
 
 ARCHITECTURES = {
-    "llama": Architecture(llama.LLAMA, llama.layout, llama.forward),
-    "mistral": Architecture(llama.MISTRAL, llama.layout, llama.forward),
-    "mixtral": Architecture(llama.MIXTRAL, llama.layout, llama.forward),
-    "qwen2": Architecture(qwen.QWEN2, llama.layout, llama.forward),
-    "qwen3": Architecture(qwen.QWEN3, llama.layout, llama.forward),
-    "qwen2_moe": Architecture(qwen.QWEN2_MOE, llama.layout, llama.forward),
-    "qwen3_moe": Architecture(qwen.QWEN3_MOE, llama.layout, llama.forward),
-    "glm4_moe": Architecture(glm.GLM4_MOE, llama.layout, llama.forward),
-    "dots1": Architecture(glm.DOTS1, llama.layout, llama.forward),
-    "gemma3_text": Architecture(gemma.GEMMA3, gemma.layout, gemma.forward),
+    "llama": Architecture(llama.LLAMA, llama.layout, llama.hidden),
+    "mistral": Architecture(llama.MISTRAL, llama.layout, llama.hidden),
+    "mixtral": Architecture(llama.MIXTRAL, llama.layout, llama.hidden),
+    "qwen2": Architecture(qwen.QWEN2, llama.layout, llama.hidden),
+    "qwen3": Architecture(qwen.QWEN3, llama.layout, llama.hidden),
+    "qwen2_moe": Architecture(qwen.QWEN2_MOE, llama.layout, llama.hidden),
+    "qwen3_moe": Architecture(qwen.QWEN3_MOE, llama.layout, llama.hidden),
+    "glm4_moe": Architecture(glm.GLM4_MOE, llama.layout, llama.hidden),
+    "dots1": Architecture(glm.DOTS1, llama.layout, llama.hidden),
+    "gemma3_text": Architecture(gemma.GEMMA3, gemma.layout, gemma.hidden),
 }
 
 

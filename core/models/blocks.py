@@ -1,14 +1,14 @@
 """Parts that the model definitions share: pure functions over `Ops`, and the layout of the weights they use.
 
-A layout is a nested mapping of the weight tree's own shape: an `Entry` stands for one leaf, `Projections` for a tuple
-of (weight,) or (weight, bias) leaves, `Experts` for one leaf.
+A layout is a nested mapping of the weight tree's own shape: an `Entry` stands for one leaf, `Projections` for a
+`Stack` of leaves, `Experts` for one leaf.
 """
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ..platform import Ops, Tensor
+from ..platform import Ops, Tensor, Weight
 from ..specs import Cut, Role
 from .config import ModelConfig
 
@@ -84,16 +84,27 @@ def model_layout(config: ModelConfig, layers: list[Layout]) -> Layout:
     return layout if config.tied else layout | {"head": Entry("lm_head.weight", "linear", matrix)}
 
 
+class Stack(NamedTuple):
+    """The leaves of `Projections`: (weight,) or (weight, bias) of each run of neighbours that share them. A named
+    tuple, as are those of adapters, since libraries take these apart by themselves."""
+
+    runs: tuple[tuple[Weight, ...], ...]
+
+    def outputs(self, ops: Ops, x: Tensor, widths: Sequence[int]) -> list[Tensor]:
+        """One [T, widths[i]] for each projection."""
+        outputs: list[Tensor] = []
+        for leaves in self.runs:
+            y, start = ops.linear(x, *leaves), 0
+            while start < y.shape[1]:
+                stop = start + widths[len(outputs)]
+                outputs.append(y[:, start:stop])
+                start = stop
+        return outputs
+
+
 def project(ops: Ops, x: Tensor, layer: Layer, key: str, widths: Sequence[int]) -> list[Tensor]:
     """Outputs of the projections under `key`, one [T, widths[i]] each, whichever way they share leaves."""
-    outputs: list[Tensor] = []
-    for leaves in layer[key]:
-        y, start = ops.linear(x, *leaves), 0
-        while start < y.shape[1]:
-            stop = start + widths[len(outputs)]
-            outputs.append(y[:, start:stop])
-            start = stop
-    return outputs
+    return layer[key].outputs(ops, x, widths)
 
 
 def qkv(ops: Ops, x: Tensor, layer: Layer, config: ModelConfig) -> list[Tensor]:
@@ -107,7 +118,7 @@ def qkv(ops: Ops, x: Tensor, layer: Layer, config: ModelConfig) -> list[Tensor]:
 def attention(ops: Ops, q: Tensor, k: Tensor, v: Tensor, layer: Layer, config: ModelConfig, index: int) -> Tensor:
     """Rotary embedding, attention and output projection of layer `index`: [T, hidden], summed over the ranks."""
     rope = config.rope[index]
-    y = ops.attention(ops.rope(q, rope), ops.rope(k, rope), v, index, config.attention[index])
+    y = ops.attention(ops.rope(q, rope), ops.rope(k, rope), v, config.first_state + index, config.attention[index])
     return ops.all_reduce(project(ops, y.reshape(y.shape[0], -1), layer, "o", (config.hidden,))[0])
 
 

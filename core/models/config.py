@@ -68,7 +68,8 @@ class ModelConfig:
     hidden, intermediate: widths of the residual stream and of the feed-forward.  eps: of every RMS norm.
     max_position: longest context in tokens.  embed_scale: factor on embeddings.  logit_softcap: as in `Ops.sample`.
     eos_ids: ids that end a text.  tied: the head is the embedding matrix.  sparse: None = every layer is dense.
-    drafts: layers behind the model's own, for drafts of later tokens; a checkpoint may have them, nothing uses them.
+    drafts: layers behind the model's own, for drafts of later tokens, which a checkpoint may have.
+    first_state: where its layers' caches begin in State: behind those of the model that it drafts for.
     """
 
     name: str
@@ -96,6 +97,7 @@ class ModelConfig:
     attention: tuple[AttentionSpec, ...]
     sparse: Sparse | None = None
     drafts: int = 0
+    first_state: int = 0
 
     @property
     def qkv_widths(self) -> tuple[int, int, int]:

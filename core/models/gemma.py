@@ -29,14 +29,14 @@ GEMMA3 = Family(one_in_six_full, {
 
 
 def layout(config: ModelConfig) -> blocks.Layout:
-    """The weight tree of `forward`."""
+    """The weight tree of `hidden`, and of the head behind it."""
     return blocks.model_layout(config, [
         blocks.attention_layout(config, i) | feed_forward.layout(config, i)
         | blocks.norm_layout(i, config.hidden, NORMS) for i in range(config.layers)])
 
 
-def forward(config: ModelConfig, ops: Ops, weights: Mapping[str, Any], batch: Batch) -> Tensor:
-    """One step over all tokens of the batch."""
+def hidden(config: ModelConfig, ops: Ops, weights: Mapping[str, Any], batch: Batch) -> Tensor:
+    """All layers, over all tokens of the batch: [T, hidden], which the head's norm is still to come to."""
     x = ops.embed(batch.tokens, weights["embed"]) * config.embed_scale
     for i, layer in enumerate(weights["layers"]):
         q, k, v = blocks.qkv(ops, ops.rms_norm(x, layer["attn_norm"], config.eps), layer, config)
@@ -44,4 +44,4 @@ def forward(config: ModelConfig, ops: Ops, weights: Mapping[str, Any], batch: Ba
         x = x + ops.rms_norm(y, layer["attn_out_norm"], config.eps)
         y = feed_forward.forward(ops, ops.rms_norm(x, layer["mlp_norm"], config.eps), layer, config, i)
         x = x + ops.rms_norm(y, layer["mlp_out_norm"], config.eps)
-    return blocks.head(ops, x, weights, batch.logit_rows, config)
+    return x

@@ -3,11 +3,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from ..platform import FEATURES, Batch, Manifest, Ops, Tensor, Unsupported, Weig
 from ..quant.formats import FORMATS, nbytes
 from ..specs import LayerState, RawTensor, WeightSpec
 from .architectures import Architecture, find_architecture
-from .blocks import Entry, Experts, Layout, Projections
+from .blocks import Entry, Experts, Layout, Projections, Stack
 from .config import ModelConfig, Sparse, eos_ids, parse_config
 from .fields import Fields
 
@@ -38,6 +38,10 @@ class LoadedModel:
     report: lines for people: how many weights are in which format, and which were expanded and why.
     nbytes: of the weights as they are held, without a platform's own padding and copies.
     dtype:  that it computes in.
+    layout: of the weights as a checkpoint has them, whole.
+    hidden: (ops, weights, batch) -> [T, hidden], `forward` without its head.
+    rank:   the configuration as this rank has it.
+    draft:  a drafter's own step (`core.speculation.companion`), None without one.
     """
 
     forward: Callable[[Ops, Any, Batch], Tensor]
@@ -47,11 +51,15 @@ class LoadedModel:
     report: list[str]
     nbytes: int
     dtype: str
+    layout: Layout = field(default_factory=dict)
+    hidden: Callable[[Ops, Any, Batch], Tensor] | None = None
+    rank: ModelConfig | None = None
+    draft: Any = None
 
 
 def load_model(checkpoint: Any, platform: Any, manifest: Manifest, dtype: str, strict: bool = False,
                progress: Progress | None = None, page_size: int | None = None, world: int = 1,
-               expert_parallel: bool = False) -> LoadedModel:
+               expert_parallel: bool = False, first_state: int = 0) -> LoadedModel:
     """Load `checkpoint` (an open `core.weights` Checkpoint) onto a probed platform.
 
     dtype: compute dtype, one of `manifest.compute_dtypes`. strict: no quantized weight may be expanded; a format that
@@ -59,7 +67,7 @@ def load_model(checkpoint: Any, platform: Any, manifest: Manifest, dtype: str, s
     embedding) when the platform has said how it holds it.
     progress: called with (bytes done, bytes in all). page_size: of the cache, the platform's default unless given.
     world: ranks of tensor parallelism that the platform was probed with; forward and state are one rank's.
-    expert_parallel: experts are whole, some on each rank.
+    expert_parallel: experts are whole, some on each rank. first_state: as in `ModelConfig`.
     Raises `CheckpointError` for a configuration, name or shape that does not fit, `Unsupported` with the platform's
     reason for a case that it cannot do.
     """
@@ -72,23 +80,43 @@ def load_model(checkpoint: Any, platform: Any, manifest: Manifest, dtype: str, s
             raise Unsupported(f"--expert-parallel: {manifest.name} cannot have some experts on each rank: {reason}")
         config = config.experts_apart(world)
     layout = architecture.layout(config)
-    names = _tensor_names(checkpoint.names)
-    wanted = list(entries(layout, names))
-    _check_names(wanted, names, config, checkpoint)
-    _check_tensors(wanted, names, checkpoint)
-    rank = config.per_rank(world)
-    _check_attention(rank, platform, manifest, dtype, page_size or manifest.page_sizes[0])
-    reasons = _format_reasons(wanted, names, checkpoint, platform, manifest, dtype, config.sparse)
-    expanded = sorted({f"{f} ({reason})" for (_, f), reason in reasons.items() if reason is not None})
-    if strict and expanded:
-        raise Unsupported("--strict: these formats would be expanded: " + "; ".join(expanded))
-    placer = _Placer(checkpoint, names, platform, dtype, reasons, progress,
-                     config.norms_add_one and not checkpoint.norms_include_one, strict)
-    weights = placer.place(layout)
+    names = tensor_names(checkpoint.names)
+    _check_names(list(entries(layout, names)), names, config, checkpoint)
+    rank = replace(config.per_rank(world), first_state=first_state)
+    weights, report, size = place_layout(checkpoint, names, layout, rank, Place(platform, manifest, dtype, strict,
+                                                                                page_size, progress))
     weights.setdefault("head", weights["embed"])
-    forward = partial(architecture.forward, rank)
     layers, told = _state_layers(rank, checkpoint, manifest)
-    return LoadedModel(forward, weights, config, layers, placer.report() + told, placer.nbytes, dtype)
+    return LoadedModel(partial(architecture.forward, rank), weights, config, layers, report + told, size, dtype, layout,
+                       partial(architecture.hidden, rank), rank)
+
+
+class Place(NamedTuple):
+    """Where weights go, and how: as the parameters of `load_model`."""
+
+    platform: Any
+    manifest: Manifest
+    dtype: str
+    strict: bool = False
+    page_size: int | None = None
+    progress: Progress | None = None
+
+
+def place_layout(checkpoint: Any, names: Mapping[str, str], layout: Layout, rank: ModelConfig,
+                 place: Place) -> tuple[dict[str, Any], list[str], int]:
+    """A layout's weights on a platform, lines for people, and bytes. names: of the layout -> in the checkpoint; all are
+    there. rank: the configuration as one rank has it. Raises as `load_model` does."""
+    platform, manifest, dtype = place[:3]
+    wanted = list(entries(layout, names))
+    _check_tensors(wanted, names, checkpoint)
+    _check_attention(rank, platform, manifest, dtype, place.page_size or manifest.page_sizes[0])
+    reasons = _format_reasons(wanted, names, checkpoint, platform, manifest, dtype, rank.sparse)
+    expanded = sorted({f"{f} ({reason})" for (_, f), reason in reasons.items() if reason is not None})
+    if place.strict and expanded:
+        raise Unsupported("--strict: these formats would be expanded: " + "; ".join(expanded))
+    placer = _Placer(checkpoint, names, platform, dtype, reasons, place.progress,
+                     rank.norms_add_one and not checkpoint.norms_include_one, place.strict)
+    return placer.place(layout), placer.report(), placer.nbytes
 
 
 def _state_layers(config: ModelConfig, checkpoint: Any, manifest: Manifest) -> tuple[tuple[LayerState, ...], list[str]]:
@@ -140,7 +168,7 @@ def _eos_ids(checkpoint: Any, config: ModelConfig) -> tuple[int, ...]:
     return config.eos_ids if listed is None else eos_ids(listed, config.vocab_size)
 
 
-def _tensor_names(names: frozenset[str]) -> dict[str, str]:
+def tensor_names(names: frozenset[str]) -> dict[str, str]:
     """Canonical name -> name in the checkpoint, without the tensors that no language model needs."""
     canonical = {}
     for name in names:
@@ -162,10 +190,15 @@ def _check_names(entries: Sequence[Entry], names: Mapping[str, str], config: Mod
     drafts = tuple(f"model.layers.{config.layers + i}." for i in range(config.drafts))
     extra = {name for name in extra if not name.startswith(drafts)}
     extra = {name for name in extra if not _empty(name, names, checkpoint)}
-    problems = [f"{word} {_list(found)}" for word, found in (("lacks", missing), ("has unknown", extra)) if found]
-    if problems:
+    if missing or extra:
         raise CheckpointError(f"this checkpoint does not fit model_type {config.model_type!r}: it "
-                              + " and ".join(problems) + ": download it again, or correct its config.json")
+                              f"{name_gaps(missing, extra)}: download it again, or correct its config.json")
+
+
+def name_gaps(missing: set[str], extra: set[str]) -> str:
+    """What a checkpoint lacks and what it has too much, for a message; "" for nothing."""
+    return " and ".join(f"{word} {_list(found)}" for word, found in (("lacks", missing), ("has unknown", extra))
+                        if found)
 
 
 def _empty(name: str, names: Mapping[str, str], checkpoint: Any) -> bool:
@@ -283,10 +316,10 @@ class _Placer:
                 "; elsewhere each token has its own, or activations are not in 8 bits" if used < total else ""))
         return lines
 
-    def _place_projections(self, stack: Projections) -> tuple[tuple[Weight, ...], ...]:
+    def _place_projections(self, stack: Projections) -> Stack:
         columns = (stack.weights, stack.biases) if stack.biases else (stack.weights,)
         runs = groupby(zip(*columns, strict=True), key=lambda parts: self._kept(parts[0]))
-        return tuple(tuple(self._load(column) for column in zip(*run, strict=True)) for _, run in runs)
+        return Stack(tuple(tuple(self._load(column) for column in zip(*run, strict=True)) for _, run in runs))
 
     def _kept(self, entry: Entry) -> str:
         """What the platform will hold it as: neighbours that agree can share a leaf."""

@@ -7,7 +7,7 @@ import json
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -27,7 +27,7 @@ from ..messages import (
     TextOutputs,
     Watch,
 )
-from .backlog import Backlog
+from .backlog import Backlog, Tap
 
 log = logging.getLogger(__name__)
 
@@ -54,18 +54,28 @@ class EngineClient(ABC):
     """Requests in, texts out. Used from one event loop only.
 
     info: what the engine says about itself, once `start` has returned.
+    progress: how far the loading is: stage, done, total; None = it does not load, or has not told yet.
     draining: no new request is taken; running ones go on.
     died: set when the engine is gone although nobody stopped it; `health` has the reason. It never comes back.
     hung: whether it was ended for finishing no step.  restarts: how often it was started anew.
+    on_start: what is to be done whenever the engine was started: to bring back what it was told at run time.
     """
 
     def __init__(self, config: Config):
         self.config = config
         self.info: dict[str, Any] = {}
+        self.progress: tuple[str, int, int] | None = None
         self.draining = self.hung = False
         self.restarts = 0
         self.died = asyncio.Event()
+        # loading, ready, idle (unloaded until a request comes), failing, dead or closed
         self._state, self._reason = "loading", "the model is loading"
+        self._awake = asyncio.Event()  # not set while the model is unloaded, or loads again for a request
+        self._awake.set()
+        self.on_start: Callable[[], Awaitable[None]] | None = None
+        self._starting: asyncio.Task[None] | None = None  # of `on_start`
+        self._computing = 0  # commands that compute something for a client
+        self._callers, self._used = 0, 0.0  # that wait for it; when the last request ended, by `time.monotonic`
         self._progress: ProgressCall | None = None
         self._streams: dict[str, Backlog] = {}  # by the engine's names
         self._names: dict[str, str] = {}  # request id -> the engine's name of it
@@ -88,33 +98,35 @@ class EngineClient(ABC):
         if self._pulse is not None:
             self._pulse.cancel()
 
-    async def generate(self, submit: Submit, watch: Watch) -> AsyncIterator[TextOutput]:
+    async def generate(self, submit: Submit, watch: Watch, tap: Tap | None = None) -> AsyncIterator[TextOutput]:
         """The request's outputs, the last with a finish. A finish "error" is raised as the `RequestError` it means.
 
         Inside the engine the request has a name of its own, which its outputs bear: whoever leaves may come back with
         the same id before the engine has heard of the abort.
         Closing the iterator early, or cancelling its task, aborts the request. `EngineDead` when the engine is gone,
-        `EngineStopped` when it was stopped, `Overloaded` (503) while it loads or drains. What waits unread is bounded
-        by the request's own length, and comes joined together.
+        `EngineStopped` when it was stopped, `Overloaded` (503) while it loads or drains; a model that was unloaded is
+        waited for, and so is an adapter that a new engine has not got back yet. What waits unread is bounded by the
+        request's own length, and comes joined together. tap: may take outputs at once, while the iterator waits for one
+        (`Backlog`); what it raises is raised here.
         """
+        while self.idle or (submit.adapter and self._lacks(submit.adapter)):  # it may rest again at once
+            await self._wait_awake(bool(submit.adapter))
         self._admit(submit)
         name = f"{submit.id}.{next(self._serial)}"
         self._send_request(msgspec.structs.replace(submit, id=name), msgspec.structs.replace(watch, id=name))
-        backlog = self._streams[name] = Backlog()
+        backlog = self._streams[name] = Backlog(tap)
         self._names[submit.id] = name
         self._busy = True
-        finished = False
+        finish = None
         try:
-            while not finished:
+            while finish is None:
                 output = await backlog.get()
-                finished = output.finish is not None
+                finish = output.finish
                 yield output
-        except IsthmusError:  # from the engine: it knows that the request has ended
-            finished = True
-            raise
         finally:
+            self._used = time.monotonic()
             del self._streams[name], self._names[submit.id]
-            if not finished and self._state == "ready":
+            if not backlog.ended and self._state == "ready":  # else the engine knows
                 self._send(Abort((name,)))
 
     async def abort(self, id: str) -> None:
@@ -125,6 +137,8 @@ class EngineClient(ABC):
     async def command(self, name: str, timeout: float = 60.0, **arguments: str | float) -> dict[str, Any]:
         """The engine's answer to an administrative call. `IsthmusError` or `RequestError` if it refuses, `EngineDead`
         if it is gone."""
+        if self.idle:
+            raise IsthmusError(f"{name}: {self._reason}")
         if self._state != "ready":
             raise self.dead()
         token = f"{name}-{next(self._serial)}"
@@ -136,6 +150,22 @@ class EngineClient(ABC):
             raise EngineDead(f"the engine did not answer {name!r} within {timeout:g} s") from None
         finally:
             self._commands.pop(token, None)
+
+    async def compute(self, name: str, timeout: float, **arguments: str | float) -> dict[str, Any]:
+        """`command` for work that a client asks for: an unloaded model is loaded for it, and it counts as a use."""
+        if not self._awake.is_set():
+            await self._wait_awake()
+        self._computing += 1
+        try:
+            return await self.command(name, timeout, **arguments)
+        finally:
+            self._computing -= 1
+            self._used = time.monotonic()
+
+    async def settle(self) -> None:
+        """Have an unloaded model loaded, and wait until a new engine has got back what it was told at run time."""
+        while self.idle or self._restores:
+            await self._wait_awake(True)
 
     async def figures(self) -> Figures:
         """New ones if the engine gives them at once, else the last that it gave: it answers between two steps only.
@@ -159,7 +189,10 @@ class EngineClient(ABC):
             self._figures = Figures(await self.command("stats"), time.monotonic())
 
     def health(self) -> tuple[bool, str]:
-        """Whether the engine can compute, and if not why. A step may take --step-timeout; it may still end later."""
+        """Whether the engine can compute, or will once a request comes, and if not why. A step may take --step-timeout;
+        it may still end later."""
+        if self.idle:
+            return True, ""
         silence = self._unanswered * PING_S
         if self._state == "ready" and self.step_age > self.config.scheduler.step_timeout:
             return False, (f"the engine has requests and has finished no step for {self.step_age:g} s"
@@ -174,9 +207,60 @@ class EngineClient(ABC):
         return self._still * PING_S if self._busy else 0.0
 
     @property
+    def idle(self) -> bool:
+        """Whether the model is unloaded until a request comes, or loads for one that has come."""
+        return not self._awake.is_set()
+
+    @property
+    def status(self) -> str:
+        """"ok", "idle" or "loading" for people and probes; "unavailable" when `health` has the reason."""
+        if self._state in ("idle", "loading"):
+            return self._state
+        return "ok" if self.health()[0] else "unavailable"
+
+    @property
+    def _restores(self) -> bool:
+        """Whether a new engine gets back what it was told at run time."""
+        return self._starting is not None and not self._starting.done()
+
+    def _lacks(self, adapter: int) -> bool:
+        """Whether it may be among what is on its way to a new engine."""
+        return self._restores and all(adapter != known["number"] for known in self.info.get("adapters", ()))
+
+    async def _wait_awake(self, adapters: bool = False) -> None:
+        """Have an unloaded model loaded; adapters: and those that came at run time brought back. Raises `Overloaded`
+        when too many wait for it, or it takes too long."""
+        limits = self.config.scheduler
+        if self.draining:
+            raise Overloaded(STOPPING, status=503, code="server_stopping")
+        if self._callers >= limits.max_queued_requests:
+            raise Overloaded(f"{self._callers} requests wait for the model to be loaded again")
+        self._callers += 1
+        try:
+            if self._state == "idle":
+                self._load_again()
+            async with asyncio.timeout(limits.waiting_timeout or None):
+                await self._awake.wait()
+                if adapters and self._starting is not None:
+                    await asyncio.wait({self._starting})
+        except TimeoutError:
+            spent = f"{limits.waiting_timeout:g} s (--waiting-timeout)"
+            raise Overloaded(f"the model was not loaded again within {spent}", status=503) from None
+        finally:
+            self._callers -= 1
+
+    def _load_again(self) -> None:
+        """Begin to load a model that was unloaded."""
+        raise NotImplementedError  # only who unloads is asked
+
+    def _unload(self) -> None:
+        """Let weights, K and V go until the next request. A client that cannot do that keeps them."""
+        return
+
+    @property
     def gone(self) -> bool:
         """Whether the engine has ended, so that waiting for it is of no use."""
-        return self._state not in ("loading", "ready")
+        return self._state not in ("loading", "ready", "idle")
 
     async def drain(self, timeout: float) -> bool:
         """Take no new request and wait until the running ones have ended; those left after `timeout` s are aborted, and
@@ -223,6 +307,23 @@ class EngineClient(ABC):
     def _send_request(self, submit: Submit, watch: Watch) -> None:
         """Hand over a request; `Overloaded` when nothing more fits."""
 
+    def _receive_all(self, messages: Sequence[Any]) -> None:
+        """Pass on messages that came together, in order: what one request has in several steps as one piece."""
+        if len(messages) == 1:
+            return self._receive(messages[0])
+        for texts, group in itertools.groupby(messages, lambda message: isinstance(message, TextOutputs)):
+            if not texts:
+                for message in group:
+                    self._receive(message)
+                continue
+            self._unanswered = 0
+            pieces: dict[str, list[TextOutput]] = {}
+            for output in itertools.chain.from_iterable(message.outputs for message in group):
+                pieces.setdefault(output.id, []).append(output)
+            for name, outputs in pieces.items():
+                if (backlog := self._streams.get(name)) is not None:
+                    backlog.put_all(outputs)
+
     def _receive(self, message: Any) -> None:
         """Pass on one message of `ToApi`. Texts of requests that nobody waits for any more are dropped."""
         self._unanswered = 0
@@ -235,6 +336,7 @@ class EngineClient(ABC):
             self._answer(message)
         elif isinstance(message, Progress):
             self._reason = f"the model is loading: {message.stage}"
+            self.progress = message.stage, message.done, message.total
             if self._progress is not None:
                 self._progress(message.stage, message.done, message.total)
         elif isinstance(message, Ready):
@@ -261,7 +363,11 @@ class EngineClient(ABC):
 
     def _serve(self) -> None:
         if self._state == "loading":
-            self._state, self._reason, self._figures = "ready", "", None
+            self._state, self._reason, self._figures, self.progress = "ready", "", None, None
+            self._used = time.monotonic()
+            self._awake.set()
+            if self.on_start is not None:
+                self._starting = asyncio.ensure_future(self.on_start())
 
     def _watch_pulse(self) -> None:
         """Ask again and again whether the engine still answers; `health` tells."""
@@ -278,6 +384,14 @@ class EngineClient(ABC):
             if self._busy:  # a long step may begin any time
                 self._ask_figures()
             self._judge()
+            self._rest()
+
+    def _rest(self) -> None:
+        """Unload what nobody has used for --idle-unload."""
+        limit, rested = self.config.scheduler.idle_unload, time.monotonic() - self._used
+        used = self._streams or self._computing or self._restores or self.draining
+        if limit and self._state == "ready" and not used and rested >= limit:
+            self._unload()
 
     def _judge(self) -> None:
         """The watchdog, the only one: a report after half of --step-timeout without a step, the end after all of it."""
@@ -322,12 +436,15 @@ class EngineClient(ABC):
         if self._state in ("dead", "closed"):
             return
         self._state, self._reason = state, reason
+        self._awake.set()
         if state == "dead":
             self.died.set()
         self._tell_all(self.dead)
 
     def _tell_all(self, error: Callable[[], EngineDead]) -> None:
-        """Everybody who waits gets an error of their own."""
+        """Everybody who waits gets an error of their own. What was on its way to the engine goes with it."""
+        if self._starting is not None:
+            self._starting.cancel()
         for backlog in self._streams.values():
             backlog.put(error())
         for future in self._commands.values():

@@ -41,7 +41,7 @@ class _Request:
         self.watch = watch
         self.handle = -1
         self.count = 0
-        self.detokenizer = Detokenizer(tokenizer, watch.skip_special)
+        self.detokenizer = Detokenizer(tokenizer, watch.skip_special, shown=frozenset(watch.shown))
         stops = tuple(filter(None, watch.stop))
         self.filter = StopFilter(stops, watch.include_stop) if stops else None
 
@@ -72,7 +72,7 @@ class _Request:
             logprobs=output.logprobs if used == len(ids) else first_logprobs(output.logprobs, used),
             prompt_logprobs=output.prompt_logprobs,
             error=output.error, status=output.status, code=output.code, param=output.param,
-            retry_after=output.retry_after)
+            retry_after=output.retry_after, queued=output.queued, drafted=output.drafted, accepted=output.accepted)
 
     def _read(self, ids: Any) -> tuple[str, int, str | None]:
         """Text, number of ids used, stop string met. With stop strings id by id, to find the one that ends."""

@@ -27,6 +27,7 @@ import numpy as np
 import psutil
 import zmq
 
+from ..adapters.store import place_as_told
 from ..config import Config
 from ..errors import EngineDead
 from ..logs import set_up_logging
@@ -165,6 +166,10 @@ class Ranks:
                    hung="always")
         return self.platform.copy_pages(state, src, dst)
 
+    def place_adapters(self, slots: Sequence[tuple[str, str] | None]) -> None:
+        """Have the other ranks load the adapters of all slots too: folder and digest of each."""
+        self._tell("loading adapters", "adapters", slots)
+
     def wait(self, collected: Future) -> Any:
         """What a step gave. Raises `EngineDead` when a rank is gone, whether or not the step still waits for it."""
         while not self.dead and not collected.done():
@@ -298,14 +303,16 @@ def unpack(kind: Any, packed: Sequence[Any]) -> Any:
 def follow(rank: int, progress: Progress, platform: Any, model: Any, receive: Callable[[], bytes]) -> None:
     """Do what rank 0 tells, until the process ends. A step that fails is logged: rank 0 deals with its requests."""
     state, steps, launched, collector = None, {}, None, ThreadPoolExecutor(1, "collect")
+    adapted, placed = {}, None  # steps whose batches name adapters, and what they compute
     while True:
         name, *given = msgspec.msgpack.decode(receive())
         progress.begin(rank)
         if name == "step":
-            bucket = None if given[0] is None else Bucket(**given[0])
-            if bucket not in steps:
-                steps[bucket] = platform.compile(model.forward, model.weights, bucket)
-            out, state = steps[bucket](state, unpack(Batch, given[1]))
+            bucket, batch = None if given[0] is None else Bucket(**given[0]), unpack(Batch, given[1])
+            made, kind = (steps, model) if batch.adapters is None else (adapted, placed)
+            if bucket not in made:
+                made[bucket] = platform.compile(kind.forward, kind.weights, bucket)
+            out, state = made[bucket](state, batch)
             launched = collector.submit(collect, out, rank, progress)
             continue
         if launched is not None:
@@ -313,6 +320,9 @@ def follow(rank: int, progress: Progress, platform: Any, model: Any, receive: Ca
         if name == "alloc":
             state = None  # before there is a second one
             state = platform.alloc(msgspec.convert(given[0], StateSpec), given[1])
+        elif name == "adapters":
+            adapted, placed = {}, None  # the old ones go first
+            placed = place_as_told(model, platform, given[0])
         else:
             state = platform.copy_pages(state, *given)
         progress.finish(rank)

@@ -1,6 +1,7 @@
 """Feeds an engine and sends what it computes. `SchedulerState` knows no socket; `serve` is the process."""
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -94,6 +95,8 @@ def serve(start: Start, context: zmq.Context, outbox: zmq.Socket, report: Report
     send = lambda message: outbox.send(encode(message))  # noqa: E731
     engine = make_engine(resolve(start.engine) if start.engine else None, start.config, send)
     report.tail, report.save = engine.report, engine.save
+    gc.collect()
+    gc.freeze()  # what was loaded stays: to look it through again takes as long as many steps
     send(ready(engine))
     state = SchedulerState(engine, send)
     while True:

@@ -9,7 +9,6 @@ from typing import Any
 
 import psutil
 import zmq
-import zmq.asyncio
 
 from ..config import Config
 from ..errors import EngineDead, EngineRestarting, Overloaded
@@ -22,12 +21,14 @@ RETRY_S = 0.02     # between tries to hand an abort to a scheduler whose queue i
 LAST_WORDS_S = 10  # how long the explanation of a worker that sent one may take to arrive
 WINDOW_S = 600     # in which restarts are counted
 DUMP_S = 0.2       # how long processes may take to print where they hang
+AT_ONCE = 32       # messages taken in one turn of the event loop; a request's texts in them are one piece
 
 log = logging.getLogger(__name__)
 
 
 class ProcessClient(EngineClient):
-    """Scheduler and detokenizer as child processes, started anew when they die, as often as --restart allows.
+    """Scheduler and detokenizer as child processes, started anew when they die, as often as --restart allows, and when
+    a request comes after they were ended for want of any (--idle-unload).
 
     engine, tokenizer: "module:attribute" of replacements for `EngineCore` and the tokenizer, importable there.
     """
@@ -36,14 +37,17 @@ class ProcessClient(EngineClient):
         super().__init__(config)
         self._replacements = (engine, tokenizer)
         self._workers: Workers | None = None
-        self._reader: asyncio.Task[None] | None = None
+        self._again: asyncio.Handle | None = None  # the next turn, when more waits than is taken in one
         self._supervisor: asyncio.Task[None] | None = None
+        self._wanted = asyncio.Event()  # not set as long as the engine may rest
+        self._wanted.set()
         self._deaths: deque[float] = deque()
+        self._context: zmq.Context | None = None
 
     async def start(self, progress: ProgressCall | None = None) -> None:
         self._progress = progress
         self._loop = asyncio.get_running_loop()
-        self._context = zmq.asyncio.Context()
+        self._context = zmq.Context()
         await self._open()
         self._supervisor = asyncio.create_task(self._supervise())
 
@@ -54,7 +58,9 @@ class ProcessClient(EngineClient):
             await asyncio.gather(self._supervisor, return_exceptions=True)
         if self._workers is not None:
             await self._shut()
+        if self._context is not None:
             self._context.term()
+            self._context = None
 
     async def _open(self) -> None:
         """Start the processes and wait until they can serve. Raises `EngineDead` when they cannot."""
@@ -63,9 +69,8 @@ class ProcessClient(EngineClient):
         self._lost = asyncio.Event()
         workers = self._workers = Workers(self.config, *self._replacements)
         self._inbox = read_socket(self._context, workers.directory, "api")
-        # A plain socket: sending must not wait, since a cancelled task can still have an abort to send.
-        self._outbox = write_socket(zmq.Context(self._context), workers.directory, "scheduler")
-        self._reader = asyncio.create_task(self._read())
+        self._outbox = write_socket(self._context, workers.directory, "scheduler")
+        self._loop.add_reader(self._inbox.fileno(), self._read)
         workers.spawn(lambda role, code: self._loop.call_soon_threadsafe(self._on_exit, workers, role, code))
         await self._started
         self._unanswered = self._still = 0
@@ -81,22 +86,40 @@ class ProcessClient(EngineClient):
         workers, self._workers = self._workers, None
         if self._pulse is not None:
             self._pulse.cancel()
-        self._reader.cancel()
-        await asyncio.gather(self._reader, return_exceptions=True)
-        await asyncio.to_thread(workers.stop)
-        self._outbox.close(0)
-        self._inbox.close(0)
+        self._loop.remove_reader(self._inbox.fileno())
+        if self._again is not None:
+            self._again.cancel()
+        try:
+            await asyncio.to_thread(workers.stop)
+        finally:  # also when the supervisor is cancelled meanwhile: an open socket would keep its context for ever
+            self._outbox.close(0)
+            self._inbox.close(0)
 
     async def _supervise(self) -> None:
-        """Start the engine anew whenever it is lost, until that has been done too often."""
+        """Start the engine anew whenever it is lost, until that has been done too often, or when it was unloaded and
+        a request has come."""
         while not self.gone:
             await self._lost.wait()
             await self._shut()
+            rested = self.idle
+            await self._wanted.wait()
             try:
                 await self._open()
-                log.warning("the engine is there again")
+                log.log(logging.INFO if rested else logging.WARNING, "the engine is there again")
             except EngineDead as error:
                 self._end("dead", str(error))
+
+    def _unload(self) -> None:
+        log.info("no request for %g s: the model is unloaded until one comes (--idle-unload)",
+                 self.config.scheduler.idle_unload)
+        self._state, self._reason = "idle", "the model is unloaded until a request comes (--idle-unload)"
+        self._awake.clear()
+        self._wanted.clear()
+        self._lost.set()
+
+    def _load_again(self) -> None:
+        self._state, self._reason = "loading", "the model is loading again for a request"
+        self._wanted.set()
 
     def _may_restart(self) -> bool:
         """Count a death. False when there were too many within `WINDOW_S`."""
@@ -113,10 +136,20 @@ class ProcessClient(EngineClient):
         """Process ids of the workers by role."""
         return self._workers.pids() if self._workers else {}
 
-    async def _read(self) -> None:
-        while True:
-            self._receive(decode_to_api(await self._inbox.recv()))
-            await asyncio.sleep(0)  # `recv` does not wait when there is something: a fast engine would starve the loop
+    def _read(self) -> None:
+        """Take what has come. The socket's descriptor tells of new messages only to those who have taken all."""
+        messages: list[Any] = []
+        if self._again is not None:  # the descriptor was faster
+            self._again.cancel()
+            self._again = None
+        try:
+            while len(messages) < AT_ONCE:
+                messages.append(decode_to_api(self._inbox.recv(zmq.NOBLOCK)))
+            self._again = self._loop.call_soon(self._read)  # a fast engine must not starve the loop
+        except zmq.Again:
+            pass
+        if messages:
+            self._receive_all(messages)
 
     def _send(self, message: Any) -> None:
         try:
@@ -143,7 +176,7 @@ class ProcessClient(EngineClient):
 
     def _on_exit(self, workers: Workers, role: str, code: int) -> None:
         """A worker is gone: unhealthy now. Who waits hears it now too, unless its own explanation is on the way."""
-        if workers is self._workers and self._state not in ("dead", "closed", "failing"):
+        if workers is self._workers and not self._lost.is_set() and self._state not in ("dead", "closed", "failing"):
             self._state, self._reason = "failing", describe_exit(role, code)
             self._loop.call_later(LAST_WORDS_S if code == SPOKE else 0, self._lose, workers)
 

@@ -15,6 +15,7 @@ from ..messages import Submit, pack_ids, unpack_ids
 from ..plan import Batch, StepResult
 
 SHOWN_CHUNKS = 6  # prefill chunks of a step in a line for people
+SLOT_BYTES = np.dtype(np.intp).itemsize
 
 
 class Submitted(msgspec.Struct, frozen=True, array_like=True, tag="submit"):
@@ -77,9 +78,9 @@ class Memory(msgspec.Struct, frozen=True, array_like=True, tag="memory"):
 class Planned(msgspec.Struct, frozen=True, array_like=True, tag="plan"):
     """A step was launched.
 
-    decode: packed slots that decode.  chunks: (request, slot, start, stop, scores, sample) of each prefill chunk.
+    decode: slots that decode, intp.  chunks: (request, slot, start, stop, scores, sample) of each prefill chunk.
     written: CRC-32 of the slots of K and V that the batch writes, so of every choice of a page.
-    free, evictable: pages after planning.
+    free, evictable: pages after planning.  drafts: packed slots of the rows with drafts, then the length of each.
     """
 
     step: int
@@ -88,11 +89,13 @@ class Planned(msgspec.Struct, frozen=True, array_like=True, tag="plan"):
     written: int
     free: int
     evictable: int
+    drafts: bytes = b""
 
     def __str__(self) -> str:
         chunks = [f"{id}[{start}:{stop}]{'*' if sample else ''}" for id, _, start, stop, _, sample in self.chunks]
         more = f" and {len(chunks) - SHOWN_CHUNKS} more" if len(chunks) > SHOWN_CHUNKS else ""
-        return (f"launch {self.step}: {len(self.decode) // 4} decode, {len(chunks)} chunks "
+        drafts = f"{len(self.drafts) // 8} with drafts, " if self.drafts else ""
+        return (f"launch {self.step}: {len(self.decode) // SLOT_BYTES} decode, {drafts}{len(chunks)} chunks "
                 f"{' '.join(chunks[:SHOWN_CHUNKS])}{more}; {self.free} pages free, {self.evictable} evictable")
 
 
@@ -127,7 +130,16 @@ class Answered(msgspec.Struct, frozen=True, array_like=True, tag="grammar"):
         return f"grammars said {len(self.said)} bytes"
 
 
-Entry = Answered | Submitted | Aborted | Commanded | Stepped | Now | Memory | Planned | Result | Failure
+class Drafted(msgspec.Struct, frozen=True, array_like=True, tag="draft"):
+    """What a drafter proposed for a step, as `core.speculation.speculation` writes it."""
+
+    said: bytes
+
+    def __str__(self) -> str:
+        return f"{len(self.said) // 4} numbers of drafts"
+
+
+Entry = Answered | Drafted | Submitted | Aborted | Commanded | Stepped | Now | Memory | Planned | Result | Failure
 CALLS = (Submitted, Aborted, Commanded, Stepped)
 
 
@@ -135,8 +147,9 @@ def planned(plan: Any, batch: Batch, cache: Any) -> Planned:
     """The decision behind a scheduler's `Plan` and its batch."""
     chunks = tuple([(c.request.id, int(c.slot), int(c.start), int(c.stop), int(c.scores), bool(c.sample))
                     for c in plan.chunks])
+    drafts = b"" if plan.drafts is None else pack_ids(np.concatenate([plan.drafts.slots, plan.drafts.counts]))
     return Planned(plan.step, plan.decode.tobytes(), chunks, zlib.crc32(batch.slots.tobytes()), cache.pool.free,
-                   cache.tree.evictable)
+                   cache.tree.evictable, drafts)
 
 
 def pack_result(result: StepResult) -> Result:

@@ -14,12 +14,14 @@ from ..errors import ConfigError
 from ..files import named_path
 from ..messages import Submit
 from ..plan import Batch, Out, StepResult
+from ..settings import SECRET
 from ..startup import Loaded
 from ..version import isthmus_version
 from .entries import (
     Aborted,
     Answered,
     Commanded,
+    Drafted,
     Entry,
     Failure,
     Memory,
@@ -37,8 +39,8 @@ _STEP = Stepped()
 
 
 def make_header(config: Config, loaded: Loaded) -> Header:
-    """What a rerun needs to know of an engine. The key stays out."""
-    config = replace(config, server=replace(config.server, api_key=None))
+    """What a rerun needs to know of an engine. Keys stay out."""
+    config = replace(config, server=replace(config.server, **dict.fromkeys(SECRET)))
     return Header(isthmus_version(), msgspec.to_builtins(config), loaded.manifest, loaded.model.config, loaded.sizes,
                   loaded.dtype, loaded.overlap, loaded.model.nbytes, loaded.reason, str(loaded.path))
 
@@ -110,6 +112,18 @@ class Recorder:
     def answered(self, read: Callable[[], bytes]) -> bytes:
         """What grammars say, by `read`."""
         self._add(Answered(said := read()))
+        return said
+
+    def drafter(self, make: Callable[[], Any]) -> Any:
+        """The drafter that `make` makes."""
+        return make()
+
+    def drafted(self, read: Callable[[], bytes]) -> bytes:
+        """What a drafter proposes, by `read`."""
+        entry = Drafted(said := read())
+        self._tail.append(str(entry))  # the tokens are somebody's text
+        if self._file is not None:
+            self._frame.append(entry)
         return said
 
     def launch(self, plan: Any, batch: Batch, cache: Any, run: Callable[[], tuple[Out, Any]]) -> tuple[Out, Any]:

@@ -20,12 +20,14 @@ from ..grammar.contract import Matcher
 from ..messages import Submit
 from ..models.loader import LoadedModel
 from ..plan import Batch, Out, StepResult
+from ..speculation.contract import Drafter, Proposals, View
 from ..startup import Loaded
 from .entries import (
     CALLS,
     Aborted,
     Answered,
     Commanded,
+    Drafted,
     Entry,
     Failure,
     Memory,
@@ -120,6 +122,12 @@ class Script:
     def answered(self, read: Callable[[], bytes]) -> bytes:
         return self._take(Answered, "what grammars say").said
 
+    def drafter(self, make: Callable[[], Any]) -> Any:
+        return Silent()
+
+    def drafted(self, read: Callable[[], bytes]) -> bytes:
+        return self._take(Drafted, "drafts").said
+
     def launch(self, plan: Any, batch: Batch, cache: Any, run: Callable[[], tuple[Out, Any]]) -> tuple[Out, Any]:
         self.step = plan.step
         self._same(planned(plan, batch, cache))
@@ -198,6 +206,16 @@ class Recorded(Matcher):
 
     def is_complete(self) -> bool:
         return False
+
+
+class Silent(Drafter):
+    """The drafter of a rerun: what was proposed is in the recording, so nobody asks it."""
+
+    def __init__(self) -> None:
+        """It needs nothing."""
+
+    def propose(self, view: View) -> Proposals:
+        raise AssertionError("a rerun asks no drafter: what it proposed is in the recording")
 
 
 class _Fed:
@@ -312,7 +330,8 @@ def _carry_out(engine: EngineCore, script: Script, until: int | None, looks: Cal
 
 def _ask(engine: EngineCore, call: Entry) -> None:
     if isinstance(call, Submitted):
-        engine.enter(call.request, Recorded() if call.request.params.grammar is not None else None)
+        params = call.request.params
+        engine.enter(call.request, Recorded() if params.grammar is not None or params.controls is not None else None)
     elif isinstance(call, Aborted):
         engine.abort(call.ids, call.reason)
     elif isinstance(call, Commanded):

@@ -1,0 +1,3 @@
+"""Which requests are computed next, and in which order; `policy.py` registers the policies."""
+
+SCHEDULE_POLICIES = ("deadline", "dfs-weight", "fair", "fcfs", "lpm", "priority", "shortest-first")

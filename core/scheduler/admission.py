@@ -10,7 +10,8 @@ from ..messages import SamplingParams, Submit, unpack_ids
 # What a request asks of the platform with any other value than the default: parameter -> word of `platform.FEATURES`.
 ASKS = {"logprobs": "logprobs", "prompt_logprobs": "logprobs", "repetition_penalty": "penalties",
         "presence_penalty": "penalties", "frequency_penalty": "penalties", "logit_bias": "logit_bias",
-        "min_tokens": "logit_bias", "grammar": "grammar_mask"}  # min_tokens bans the stop ids
+        "min_tokens": "logit_bias",  # which bans the stop ids
+        "grammar": "grammar_mask", "controls": "grammar_mask"}
 _PLAIN = SamplingParams()
 
 
@@ -22,6 +23,7 @@ class Limits:
     max_queued_tokens: tokens of waiting requests.  itl_target: seconds in which a step is to end, 0 = none.
     foresight: outputs that must have ended before admission counts on what running requests will need; 0 = never.
     max_model_len: prompt plus output of one request, in tokens.  score_rows: prompt tokens scored in one step.
+    adapters: slots for low-rank adapters.
     waiting_timeout, running_timeout: seconds.  lacks: features that the platform `platform` has not, with its reasons.
     """
 
@@ -39,6 +41,7 @@ class Limits:
     max_top_logprobs: int = 20
     waiting_timeout: float = 600.0
     running_timeout: float = 3600.0
+    adapters: int = 0
     platform: str = "the platform"
     lacks: Mapping[str, str] = field(default_factory=dict)
 
@@ -59,6 +62,8 @@ def check_request(submit: Submit, limits: Limits) -> int:
         raise RequestError(f"token id {bad} is outside the vocabulary of {limits.vocab_size}", param="prompt")
     for name, feature in ASKS.items():
         if feature in limits.lacks and getattr(params, name) != getattr(_PLAIN, name):
+            if name == "controls":
+                name = params.controls.fields
             raise RequestError(f"{name} is not available on {limits.platform}: {limits.lacks[feature]}", param=name,
                                code="unsupported_parameter")
     for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
+    from .admission import Limits
     from .request import Request
     from .table import RequestTable
 
@@ -75,6 +76,19 @@ class Growth:
             return False
         self._slack, self._holds = self._slack - need, self._holds - 1
         return True
+
+    def affords(self, table: RequestTable, running: dict[int, Request], request: Request, need: int, available: int,
+                limits: Limits, reckoned: bool) -> bool:
+        """Are `available` pages enough for a further request, which needs `need` of them now, and for what those that
+        run are still going to produce? reckoned: these are the ones that were reckoned with before."""
+        free = available - need
+        if not running or len(running) >= free:
+            return not running and free >= 0
+        if not limits.foresight or self.seen < limits.foresight:
+            return True
+        if reckoned and self.still_fits(request, need, limits.page_size):
+            return True
+        return self.fits(table, np.fromiter(running, np.int32, len(running)), request, limits.page_size, free)
 
     def fits(self, table: RequestTable, slots: np.ndarray, request: Request, page_size: int, free: int) -> bool:
         """Will `free` pages do for what the requests in `slots` and a new one need beyond the pages they have now?"""

@@ -25,12 +25,43 @@ class Chunk(NamedTuple):
         return self.stop - self.start
 
 
+class Drafts(NamedTuple):
+    """n rows that compute a known token and drafted ones behind it; the model draws a token after each.
+
+    slots: intp [n].  owners: object [n].  generations: of the slots.  flags: what the requests ask for.
+    lengths: int32 [n], of the rows with the known token alone.  counts: int32 [n], drafted tokens, at least 1.
+    tokens: int32 [sum of counts], row after row.
+    rows: intp [sum of counts + n], row of each logit row.  offsets: int32, how many drafted tokens are before it.
+    """
+
+    slots: np.ndarray
+    owners: np.ndarray
+    generations: np.ndarray
+    flags: np.ndarray
+    lengths: np.ndarray
+    counts: np.ndarray
+    tokens: np.ndarray
+    rows: np.ndarray
+    offsets: np.ndarray
+
+    @property
+    def firsts(self) -> np.ndarray:
+        """Each row's first logit row, counted from the first of all of them: intp [n]."""
+        return np.flatnonzero(self.offsets == 0)
+
+    def of(self, row: int) -> np.ndarray:
+        """The draft of a row."""
+        stop = int(self.counts[:row + 1].sum())
+        return self.tokens[stop - int(self.counts[row]):stop]
+
+
 class Plan(NamedTuple):
-    """One step: the slots that decode a token each, and the prefill chunks. Sampled logit rows are those of `decode`,
-    then those of the chunks; each chunk's scored rows come before its sampled one.
+    """One step: the slots that decode a token each, the prefill chunks, and rows with drafts. Sampled logit rows are
+    those of `decode`, then those of the chunks, then those of the drafts; each chunk's scored rows come before its
+    sampled one.
 
     lengths: of the rows in `decode`, with the token that they compute. rows: what there is about them, as it was when
-    this was planned.
+    this was planned. drafts: None without any.
     """
 
     step: int
@@ -38,14 +69,24 @@ class Plan(NamedTuple):
     lengths: np.ndarray
     chunks: list[Chunk]
     rows: Rows
+    drafts: Drafts | None = None
 
     @property
     def prompt_tokens(self) -> int:
         return sum([c.size for c in self.chunks])
+
+    @property
+    def requests(self) -> list[Request]:
+        """All whose tokens it computes."""
+        drafting = [] if self.drafts is None else self.drafts.owners.tolist()
+        return [*self.rows.owners.tolist(), *(c.request for c in self.chunks), *drafting]
 
     def record(self) -> StepPlan:
         """The plan as plain integers."""
         ranges = [Range(slot, length - 1, length, True)
                   for slot, length in zip(self.decode.tolist(), self.lengths.tolist(), strict=True)]
         ranges += [Range(c.slot, c.start, c.stop, c.sample) for c in self.chunks]
+        if self.drafts is not None:
+            ranges += [Range(slot, length - 1, length + count, True) for slot, length, count in zip(
+                self.drafts.slots.tolist(), self.drafts.lengths.tolist(), self.drafts.counts.tolist(), strict=True)]
         return StepPlan(self.step, tuple(ranges))

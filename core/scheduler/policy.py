@@ -12,10 +12,13 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+import numpy as np
+
 from ..registry import Registry
 
 if TYPE_CHECKING:
     from .request import Request
+    from .table import RequestTable
 
 AGED = 10.0         # seconds after which a waiting request is served in order of arrival, whatever the policy prefers
 WINDOW = 128        # waiting requests that a policy may look at in one step
@@ -357,3 +360,12 @@ POLICIES.register("shortest-first", ShortestFirst)
 POLICIES.register("priority", PriorityWithPreemption)
 POLICIES.register("fair", FairShare)
 POLICIES.register("deadline", Deadline)
+
+
+def count_shares(policy: SchedulePolicy, table: RequestTable, running: dict[int, Request]) -> None:
+    """Tell the policy how many tokens each running request, by slot, has produced since it was last told."""
+    slots = np.fromiter(running, np.int32, len(running))
+    fresh = table.known[slots] - table.charged[slots]
+    table.charged[slots] += fresh
+    for request, count in zip(running.values(), fresh.tolist(), strict=True):
+        policy.charge(request.tenant, 0, count)

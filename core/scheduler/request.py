@@ -23,27 +23,31 @@ class Request:
     finish is set once and never changes. ticket is the schedule policy's, use the eviction policy's.
     matcher: of its grammar, None without one, at the last token that the host knows. verdict: what it said of that, if
     not to go on. stuck: what it is going to say, as it allows nothing more. ahead: tokens that it forced, counted as
-    known although the first is in flight. goes_on: an end may have to be forbidden.
+    known although the first is in flight. goes_on: an end may have to be forbidden. drafted, accepted: tokens, while it
+    ran before.
     """
 
     __slots__ = ("id", "handle", "params", "domain", "priority", "tenant", "ttft", "hint", "arrival", "started",
                  "prompt_len", "limit", "stored", "slot", "node", "finish", "stop_ids", "ban_ids", "bias_ids",
                  "bias_values", "history", "cached", "attempts", "turn", "left", "score", "scores", "reported",
-                 "ticket", "use", "matcher", "ahead", "verdict", "stuck", "goes_on")
+                 "ticket", "use", "matcher", "ahead", "verdict", "stuck", "goes_on", "adapter",
+                 "drafted", "accepted")
 
     def __init__(self, submit: Submit, eos_ids: tuple[int, ...], limit: int, handle: int = 0, 
                  matcher: Matcher | None = None):
         params = submit.params
         self.id, self.params, self.domain, self.priority = submit.id, params, submit.domain, submit.priority
+        if submit.adapter:  # whoever asks, pages of different adapters are never shared
+            self.domain = cache_domain((submit.domain.hex(), submit.adapter))
         self.handle, self.tenant, self.ttft, self.hint = handle, submit.tenant, submit.ttft, submit.hint
-        self.arrival, self.started = submit.arrival, 0.0
+        self.arrival, self.started, self.adapter = submit.arrival, 0.0, submit.adapter
         self.stored, self.prompt_len, self.limit = submit.prompt, len(submit.prompt) // ID_BYTES, limit
         self.slot, self.node, self.finish, self.ticket, self.use = 0, None, None, None, None
         self.stop_ids = eos_ids if matcher is not None or not params.ignore_eos else ()
         if params.stop_token_ids:
             self.stop_ids = tuple(sorted({*self.stop_ids, *params.stop_token_ids}))
         self.ban_ids = self.bias_ids = self.bias_values = self.history = None
-        self.cached = self.attempts = self.turn = self.left = 0
+        self.cached = self.attempts = self.turn = self.left = self.drafted = self.accepted = 0
         self.score = params.prompt_logprobs is not None
         self.scores: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
         self.reported = False
@@ -122,6 +126,15 @@ class History:
     def counts(self) -> np.ndarray:
         return self._counts[:self.size]
 
+    def after(self, tokens: np.ndarray) -> History:
+        """Another one, with further output tokens."""
+        other = History.__new__(History)
+        other._index, other.size = dict(self._index), self.size
+        other._ids, other._counts = self._ids.copy(), self._counts.copy()
+        for token in tokens.tolist():
+            other.add(token)
+        return other
+
     def add(self, token: int) -> None:
         """Count one output token."""
         at = self._index.get(token)
@@ -144,7 +157,8 @@ def cache_domain(adapter: tuple[str, int] | None = None, salt: str | None = None
                  images: tuple[tuple[str, int, int], ...] = (), tenant: str = "") -> bytes:
     """The cache domain of a request: b"" without extras, else a digest in which every part is tagged and delimited.
 
-    adapter: (name, load number). salt: any string; "" is none. images: (content digest, offset, length) in tokens.
+    adapter: (the domain without it, load number). salt: any string; "" is none. images: (content digest, offset,
+    length) in tokens.
     tenant: whose pages nobody else may share; "" = everybody's.
     """
     if not adapter and not salt and not images and not tenant:

@@ -13,7 +13,7 @@ from .table import MASKED, PENALISED, SCORED, RequestTable, draw
 AHEAD = 16  # draws of a row that are made at once, after the first
 # Columns that are set when a request comes to its row, and not again.
 CONSTANT = frozenset(("prompt_len", "end", "handle", "temperature", "top_k", "top_p", "min_p", "min_tokens", "seed",
-                      "logprobs", "repetition", "presence", "frequency"))
+                      "logprobs", "repetition", "presence", "frequency", "adapter"))
 _NO_DRAWS = np.zeros((0, 0), np.float32)
 
 
@@ -87,13 +87,18 @@ class Rows:
 
     @once
     def penalised(self) -> np.ndarray:
-        """Which rows have penalties: indices, int32."""
-        return (self.flags & PENALISED).nonzero()[0].astype(np.int32)
+        """Which rows have penalties: indices."""
+        return (self.flags & PENALISED).nonzero()[0]
 
     @once
     def masked(self) -> np.ndarray:
-        """Which rows have a grammar: indices, int32."""
-        return (self.flags & MASKED).nonzero()[0].astype(np.int32)
+        """Which rows have a grammar: indices."""
+        return (self.flags & MASKED).nonzero()[0]
+
+    @once
+    def grammatical(self) -> list[Any]:
+        """The requests of those rows."""
+        return self.owners[self.masked].tolist()
 
     def uniform(self, steps: np.ndarray) -> np.ndarray:
         """Each row's draw at these positions of its output, int32 [n]: float32 [n].

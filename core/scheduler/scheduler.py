@@ -20,13 +20,15 @@ from ..cache.manager import CacheManager
 from ..grammar.contract import Matcher
 from ..messages import FinishReason, Logprobs, Submit, TokenOutput, pack_ids
 from ..plan import StepResult
+from ..speculation.settle import settle_drafts
+from ..speculation.speculation import Drafting, Speculation
 from .admission import Limits, check_request
 from .ledger import prove
 from .masks import Ask, Masks, refusal
 from .outlook import Growth, Pace
-from .outputs import StepOutputs, output_of, scored_outputs, token_logprobs
+from .outputs import NOT_A_NUMBER, StepOutputs, output_of, scored_outputs, token_logprobs
 from .plans import Chunk, Plan
-from .policy import POLICIES, View
+from .policy import POLICIES, View, count_shares
 from .preemption import victims
 from .prefill import Prefills
 from .request import Request
@@ -35,26 +37,27 @@ from .stats import SchedulerStats
 from .table import RequestTable
 from .waiting import Waiting, overdue
 
-NOT_A_NUMBER = "the model's output is not a number (NaN): its weights are broken, or the way they are computed with is"
 LOOK_AGAIN = 16  # plans after which admission is tried again, or shares are counted, though nothing has changed
 
 
 class Scheduler:
     """Owns the requests and their pages. Every method leaves the ledger whole; `verify` proves it.
 
-    grammars, ask: as `Masks` takes them.
+    grammars, ask: as `Masks` takes them. drafting: what to speculate with, None = nothing.
     """
 
     def __init__(self, limits: Limits, cache: CacheManager, policy: str = "lpm", grammars: Any = None,
-                 ask: Ask | None = None):
+                 ask: Ask | None = None, drafting: Drafting | None = None):
         self.limits, self.cache = limits, cache
-        self.table = RequestTable(limits.max_running + 1, limits.max_pages, limits.max_model_len, limits.vocab_size)
+        self.table = RequestTable(limits.max_running + 1, limits.max_pages, limits.max_model_len, limits.vocab_size,
+                                  limits.adapters)
         self.masks = Masks(self.table, limits.max_running, limits.vocab_size, grammars, ask)
+        self.speculation = Speculation(drafting, self.table, cache, limits, self.masks) if drafting else None
         self.stats, self.growth = SchedulerStats(), Growth()
         self.pace = Pace(limits.itl_target, limits.chunk)
         self._policy = POLICIES.create(policy)
         self._eos = tuple(sorted({i for i in limits.eos_ids if i < limits.vocab_size}))
-        self.queue = Waiting(limits, self._policy)
+        self.queue = Waiting(limits, self._policy, self.table.slots)
         self._running: dict[int, Request] = {}          # by slot, in order of admission
         self._prefills = Prefills(limits, cache, self.table)
         self._decoding = np.zeros(0, np.intp)           # slots
@@ -114,6 +117,8 @@ class Scheduler:
         """Count from zero again, and forget what was learnt."""
         self.stats, self.growth, self.pace = SchedulerStats(), Growth(), Pace(self.limits.itl_target, self.limits.chunk)
         self._timed = (0.0, None)
+        if self.speculation is not None:
+            self.speculation.reset()
 
     @property
     def waiting(self) -> int:
@@ -132,7 +137,7 @@ class Scheduler:
         self._learn(now)
         self._expire(now)
         if self.queue and self._plans % LOOK_AGAIN == 0:
-            self._count_shares()
+            count_shares(self._policy, self.table, self._running)
         view = View(lambda r: self.cache.cached_tokens(r.stored, r.domain, r.known - 1), now, self.pace.per_token)
         self._preempt()
         decode, lengths, retracted = self._plan_decode()
@@ -140,16 +145,25 @@ class Scheduler:
         if not len(decode) and not chunks:
             self._timed = (now, None)
             return None
+        drafts = None
+        if self.speculation is not None:
+            drafts, decode, lengths = self.speculation.plan(decode, lengths, sum([c.size for c in chunks]))
         chunks.sort(key=lambda c: c.size > 1)  # a batch has its rows of one token first
         self._step += 1
         if decode is not self._rows.slots:  # they have the same requests for as long as the array is the same
             self._rows = Rows(self.table, decode)
-        return Plan(self._step, decode, lengths, chunks, self._rows)
+        return Plan(self._step, decode, lengths, chunks, self._rows, drafts)
+
+    def settles_first(self, plan: Plan) -> bool:
+        """Must a launched plan be settled before the next is planned?"""
+        return self.speculation is not None and self.speculation.settles_first(plan, self._decoding)
 
     def advance(self, plan: Plan) -> None:
         """The plan's batch has been built and is launched: its tokens count as computed from now on."""
         table = self.table
         table.length[plan.decode] = plan.lengths + 1
+        if plan.drafts is not None:
+            table.length[plan.drafts.slots] = plan.drafts.lengths + 1
         ready = []
         for chunk in plan.chunks:
             table.length[chunk.slot] += chunk.sample
@@ -181,13 +195,14 @@ class Scheduler:
                 row += 1
             elif chunk.stop == chunk.request.known and not chunk.request.finish:
                 self._finish(chunk.request, "length", -1, full)
+        if plan.drafts is not None:
+            columns = settle_drafts(self, plan.drafts, result, row, full, columns)
         return StepOutputs(full, *columns)
 
     def fail(self, plans: Iterable[Plan], message: str) -> list[TokenOutput]:
         """A step failed on the device: end its requests and the running ones, since any may share pages that it left
         unwritten, and drop the cache. Waiting requests stay."""
-        launched = [r for plan in plans for r in [*plan.rows.owners.tolist(), *(c.request for c in plan.chunks)]]
-        for request in launched + list(self._running.values()):
+        for request in [*(r for plan in plans for r in plan.requests), *self._running.values()]:
             self._end(request, "error", message)
         self.cache.flush()
         return self.ended()
@@ -208,6 +223,8 @@ class Scheduler:
     def _learn(self, now: float) -> None:
         before, settled = self._timed
         if settled is not None and self._running:
+            if self.speculation is not None:
+                self.speculation.learn(settled, now - before)
             self.pace.observe(settled.prompt_tokens, len(settled.decode), now - before)
         self._timed = (now, None)
 
@@ -298,7 +315,7 @@ class Scheduler:
         if was_short and self._plans % LOOK_AGAIN and changes == self._changes and pages >= self.cache.available:
             self._short = True
             return chunks
-        for request in self._policy.order(view):
+        for request in self.table.slots.able(self._policy.order(view)):
             if budget <= 0 or not self.table.free:
                 break
             if request.left == self._plans or overtaking and (  # its last token may still be in flight
@@ -348,27 +365,9 @@ class Scheduler:
         return True
 
     def _affords(self, request: Request, need: int, running: dict[int, Request], available: int) -> bool:
-        """Are `available` pages enough for a further request, which needs `need` of them now, and for what those that
-        run are still going to produce?"""
-        free, limits, growth = available - need, self.limits, self.growth
-        if not running:
-            return free >= 0
-        if len(running) >= free:
-            return False
-        if not limits.foresight or growth.seen < limits.foresight:
-            return True
-        if running is self._running and growth.still_fits(request, need, limits.page_size):
-            return True
-        slots = np.fromiter(running, np.int32, len(running))
-        return growth.fits(self.table, slots, request, limits.page_size, free)
-
-    def _count_shares(self) -> None:
-        """Tell the policy how many tokens each running request has produced since it was last told."""
-        table, slots = self.table, np.fromiter(self._running, np.int32, len(self._running))
-        fresh = table.known[slots] - table.charged[slots]
-        table.charged[slots] += fresh
-        for request, count in zip(self._running.values(), fresh.tolist(), strict=True):
-            self._policy.charge(request.tenant, 0, count)
+        """`Growth.affords`, of requests for whose adapters there are places."""
+        return self.table.slots.admits(request.adapter) and self.growth.affords(
+            self.table, running, request, need, available, self.limits, running is self._running)
 
     # ---- taking results in
 
@@ -476,6 +475,8 @@ class Scheduler:
         """Take a request off the device: what it computed stays cached, the rest of its pages and its slot are free."""
         slot, table = request.slot, self.table
         self._changes += 1
+        if self.speculation is not None:
+            self.speculation.left(request)
         computed = int(table.computed[slot])
         if request in self._prefills:
             self._prefills.remove(request)

@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ..adapters.slots import Slots
+
 if TYPE_CHECKING:
     from .request import Request
 
 GREEDY = 1e-5  # a temperature below this is greedy: dividing by it would overflow float32 logits
 # What a row asks for beyond its token, as bits: one look at a batch tells which parts of a step are needed.
-DRAWN, TOP_K, TOP_P, MIN_P, PENALISED, BIASED, MIN_TOKENS, SCORED, MASKED = (1 << i for i in range(9))
+DRAWN, TOP_K, TOP_P, MIN_P, PENALISED, BIASED, MIN_TOKENS, SCORED, MASKED, ADAPTED = (1 << i for i in range(10))
 
 SOME_PAGES = 64  # of a row, to begin with
 
@@ -55,16 +57,17 @@ class RequestTable:
     tokens: what the host knows, prompt first; memory is taken as it is written.  end: length at which the output ends.
     owner: the request of a row.  generation: grows when a row changes hands, so that a step in flight is told from it.
     seed: mixed.  charged: known tokens that the schedule policy has been told of.  flags: the bits above.
-    min_tokens: 0 where a grammar's mask sees to it.
+    min_tokens: 0 where a grammar's mask sees to it.  adapter: slot of the request's adapter, 0 = it has none.
     A row of `pages` is 0 from `page_count` on.
     """
 
-    def __init__(self, seqs: int, max_pages: int, max_len: int, vocab_size: int):
+    def __init__(self, seqs: int, max_pages: int, max_len: int, vocab_size: int, adapters: int = 0):
+        self.slots = Slots(adapters)
         zeros = lambda dtype: np.zeros(seqs, dtype)  # noqa: E731
         # What `take` sets are columns of three arrays, so that a row is written at once.
-        self._ints, self._floats = np.zeros((13, seqs), np.int32), np.zeros((6, seqs), np.float32)
+        self._ints, self._floats = np.zeros((14, seqs), np.int32), np.zeros((6, seqs), np.float32)
         (self.length, self.known, self.charged, self.last, self.prompt_len, self.end, self.handle, self.top_k,
-         self.min_tokens, self.logprobs, self.computed, self.page_count, self.tree_pages) = self._ints
+         self.min_tokens, self.logprobs, self.computed, self.page_count, self.tree_pages, self.adapter) = self._ints
         (self.temperature, self.top_p, self.min_p, self.repetition, self.presence, self.frequency) = self._floats
         self._max_pages = max_pages
         self.pages = np.zeros((seqs, min(max_pages, SOME_PAGES)), np.int32)
@@ -88,16 +91,17 @@ class RequestTable:
         self.tokens[slot, :count] = ids
         self._ints[:, slot] = (count, count, count, ids[-1], request.prompt_len, request.prompt_len + request.limit,
                                request.handle, p.top_k, p.min_tokens * free,
-                               -1 if p.logprobs is None else p.logprobs, 0, 0, 0)
+                               -1 if p.logprobs is None else p.logprobs, 0, 0, 0, self.slots.take(request.adapter))
         self._floats[:, slot] = (p.temperature if drawn else 0, p.top_p, p.min_p, p.repetition_penalty,
                                  p.presence_penalty, p.frequency_penalty)
         self.seed[slot], self.owner[slot] = mixed((p.seed or 0) % 2**64), request
         asks = ((DRAWN, drawn), (TOP_K, drawn and p.top_k), (TOP_P, drawn and p.top_p < 1), (MIN_P, drawn and p.min_p),
                 (PENALISED, request.history), (BIASED, p.logit_bias), (MIN_TOKENS, p.min_tokens and free),
-                (SCORED, p.logprobs is not None), (MASKED, not free))
+                (SCORED, p.logprobs is not None), (MASKED, not free), (ADAPTED, request.adapter))
         self.flags[slot] = sum([bit for bit, asked in asks if asked])
-        self._stops[request.ban_ids] += 1
-        self._stopping[request.ban_ids] = True
+        stops = request.ban_ids.astype(np.intp)
+        self._stops[stops] += 1
+        self._stopping[stops] = True
         return slot
 
     def reserve(self, pages: int) -> None:
@@ -122,9 +126,18 @@ class RequestTable:
         self.pages[slot, count:count + len(pages)] = pages
         self.page_count[slot] = count + len(pages)
 
+    def drop_pages(self, slot: int, keep: int) -> np.ndarray:
+        """A row's pages but for the first `keep`, which are all that it has from now on."""
+        count = int(self.page_count[slot])
+        dropped = self.pages[slot, keep:count].copy()
+        self.pages[slot, keep:count] = 0
+        self.page_count[slot] = keep
+        return dropped
+
     def give_back(self, slot: int) -> None:
         """The slot is free again."""
-        stops = self.owner[slot].ban_ids
+        self.slots.give_back(int(self.adapter[slot]))
+        stops = self.owner[slot].ban_ids.astype(np.intp)
         self._stops[stops] -= 1
         self._stopping[stops] = self._stops[stops] > 0
         self.pages[slot, :self.page_count[slot]] = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 
+from ..adapters.slots import Slots
 from ..errors import Overloaded
 from .admission import Limits
 from .policy import SchedulePolicy
@@ -18,8 +19,8 @@ class Waiting:
     A waiting request costs its packed prompt and under 1 KB: what a running one needs is made when it is admitted.
     """
 
-    def __init__(self, limits: Limits, policy: SchedulePolicy):
-        self._limits, self._policy = limits, policy
+    def __init__(self, limits: Limits, policy: SchedulePolicy, slots: Slots):
+        self._limits, self._policy, self._slots = limits, policy, slots
         self._requests: dict[Request, None] = {}
         self.tokens = 0
 
@@ -32,11 +33,13 @@ class Waiting:
     def add(self, request: Request) -> None:
         self._requests[request] = None
         self.tokens += request.known
+        self._slots.queue(request.adapter)
         self._policy.add(request)
 
     def remove(self, request: Request) -> None:
         del self._requests[request]
         self.tokens -= request.known
+        self._slots.unqueue(request.adapter)
         self._policy.remove(request)
 
     def check(self, free_slots: int, pace: float) -> None:

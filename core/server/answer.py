@@ -20,17 +20,20 @@ from .context import Server
 from .generation import Choice, Generation
 from .protocol import GenerateRequest, RequestFields
 from .request_log import log, plain
-from .stream import EventStream, json_response, unless_hung_up
+from .stream import OPENAI, EventStream, json_response, unless_hung_up
 from .terms import Caller
 
 MAX_WARNED = 1000  # different fields
 
 
 class GenerationAnswer(ABC):
-    """Turns the outputs of a generation into the response or its events."""
+    """Turns the outputs of a generation into the response or its events. framing: what its streams have around them."""
+
+    framing = OPENAI
 
     def __init__(self, server: Server, generation: Generation, asked: RequestFields | GenerateRequest):
         self.server, self.generation, self.asked = server, generation, asked
+        self._stream: EventStream | None = None
 
     @abstractmethod
     def whole(self, choices: list[Choice]) -> Any:
@@ -44,9 +47,13 @@ class GenerationAnswer(ABC):
         """The events that follow when all choices have ended."""
         return b""
 
+    async def done(self) -> None:
+        """What is to be done when the answer is complete, before the client has all of it."""
+        return None
+
     async def events(self) -> AsyncIterator[bytes]:
-        """The stream without its [DONE]."""
-        async with aclosing(self.generation.outputs()) as outputs:
+        """The stream without what its framing ends it with."""
+        async with aclosing(self.generation.outputs(self._take)) as outputs:
             async for index, output in outputs:
                 if output.prompt_logprobs is None:
                     data = self.chunk(index, output)
@@ -55,8 +62,30 @@ class GenerationAnswer(ABC):
                 if data:
                     yield data
         data = self.last()
+        await self.done()
         if data:
             yield data
+
+    def _take(self, output: TextOutput) -> bool:
+        """Send what an output gives at once, if that is possible: nobody is woken for it."""
+        stream = self._stream
+        if stream is None or not stream.open:
+            return False
+        if data := self.chunk(0, output):
+            stream.write(data)
+        return True
+
+    async def deliver(self, request: Request, headers: dict[str, str]) -> Response:
+        """Run the generation, and send what it gives."""
+        if self.asked.stream:
+            self._stream = EventStream(self.events(), self.server.config.server.sse_ping, headers, self.framing)
+            return self._stream
+        choices = await unless_hung_up(request, self.generation.collect())
+        response = await self.server.threads.run(lambda: json_response(self.whole(choices)),
+                                                 sum(choice.size for choice in choices))
+        await self.done()
+        response.headers.update(headers)
+        return response
 
 
 async def respond(server: Server, request: Request, start: Callable[[Server, Caller, bytes], GenerationAnswer],
@@ -67,12 +96,7 @@ async def respond(server: Server, request: Request, start: Callable[[Server, Cal
     answer = await server.read(request, partial(start, server, server.caller(request)), in_thread)
     request.state.generation = answer.generation
     headers = tell_ignored(server, request, answer.asked.ignored)
-    if answer.asked.stream:
-        return EventStream(answer.events(), server.config.server.sse_ping, headers)
-    choices = await unless_hung_up(request, answer.generation.collect())
-    response = await server.threads.run(lambda: json_response(answer.whole(choices)), sum(c.size for c in choices))
-    response.headers.update(headers)
-    return response
+    return await answer.deliver(request, headers)
 
 
 def tell_ignored(server: Server, request: Request, ignored: dict[str, str]) -> dict[str, str]:

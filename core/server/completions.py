@@ -14,8 +14,8 @@ from .context import Server
 from .generation import Choice, Generation, Prompt, check_ended, new_id, wants_usage
 from .logprobs import LegacyShape
 from .protocol import CompletionRequest, read
-from .stream import event
-from .terms import Caller, terms
+from .stream import Mold, event
+from .terms import Caller
 from .validate import (
     COMPLETION_TOKENS,
     Bounds,
@@ -45,7 +45,7 @@ def start(server: Server, caller: Caller, body: bytes) -> CompletionAnswer:
     parts = split_prompts(asked.prompt)
     check_choices(len(parts), n, server.bounds)
     prompts = [read_prompt(server, asked, name, part) for name, part in parts]
-    generation = Generation(server, new_id("cmpl"), prompts, n, terms(asked, caller, server.isolates))
+    generation = Generation(server, new_id("cmpl"), prompts, n, server.terms(asked, caller))
     return CompletionAnswer(server, asked, generation)
 
 
@@ -73,6 +73,10 @@ class CompletionAnswer(GenerationAnswer):
     def __init__(self, server: Server, asked: CompletionRequest, generation: Generation):
         super().__init__(server, generation, asked)
         self._begun: set[int] = set()
+        self._molds: dict[int, Mold] = {}
+        options = asked.stream_options
+        self._steady = not (asked.logprobs is not None or asked.return_token_ids
+                            or options is not None and options.continuous_usage_stats)
         self.created = int(time.time())
         self.shapes = [LegacyShape(server.text, choice.prompt.params.skip_special) for choice in generation.choices]
 
@@ -83,6 +87,12 @@ class CompletionAnswer(GenerationAnswer):
     def chunk(self, index: int, output: TextOutput) -> bytes:
         """The event of an output; none for one that only holds a part of a character."""
         self.generation.choices[index].count(output)
+        if self._steady and index in self._begun and output.text and output.finish is None:
+            if (mold := self._molds.get(index)) is None:
+                blank = event(self._answer([TextChoice(index, "", None, None)], self.generation.chunk_usage(
+                    self.asked.stream_options)))
+                mold = self._molds[index] = Mold(blank, b'"index":%d,"text":' % index)
+            return mold(output.text)
         part = Choice(self.generation.choices[index].prompt)
         part.add(output)
         choice = self._choice(index, part, index not in self._begun)
@@ -120,7 +130,7 @@ class CompletionAnswer(GenerationAnswer):
         return join(parts) if parts else None
 
     def _answer(self, choices: list[TextChoice], numbers: Any) -> Answer:
-        return Answer(self.generation.id, "text_completion", self.created, self.server.model, choices, numbers)
+        return Answer(self.generation.id, "text_completion", self.created, self.generation.model, choices, numbers)
 
 
 def join(parts: list[LegacyLogprobs]) -> LegacyLogprobs:

@@ -19,6 +19,7 @@ MAX_UNREAD = 2**26   # bytes of a body that are thrown away so that its sender c
 STALL_S = 60.0       # for a client to take some of what waits to be sent to it
 LEAST_TAKEN = 2**14  # bytes; all when less is waiting
 LAST_S = 1.5         # the same when the server ends; before uvicorn would cancel what still answers
+DIRECT = "isthmus.direct"
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +32,25 @@ def most_connections() -> int:
         return MAX_CONNECTIONS
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return MAX_CONNECTIONS if files == resource.RLIM_INFINITY else max(1, min(MAX_CONNECTIONS, files - SPARE_FILES))
+
+
+class Direct:
+    """The ASGI extension `DIRECT`: parts of the body of an answer that has begun, without a message for each. Whoever
+    stands between and changes bodies must take it out of the scope. cycle: uvicorn's, of the request."""
+
+    def __init__(self, cycle: Any):
+        self._cycle, self._flow, self._transport = cycle, cycle.flow, cycle.transport
+
+    @property
+    def open(self) -> bool:
+        """Whether `write` may be called: the answer has begun and not ended, and the client takes what it is sent."""
+        cycle = self._cycle
+        return bool(cycle.chunked_encoding and not self._flow.write_paused and not cycle.response_complete
+                    and not cycle.disconnected and not self._transport.is_closing())
+
+    def write(self, data: bytes) -> None:
+        """Send a part, which must not be empty."""
+        self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
 
 class Connection(HttpToolsProtocol):
@@ -96,7 +116,10 @@ class Connection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._stepped = self._in_body = True
         self._body, self._began = 0, self.loop.time()
+        before = self.cycle
         super().on_headers_complete()
+        if self.cycle is not before:
+            self.scope["extensions"] = {DIRECT: Direct(self.cycle)}
 
     def on_body(self, body: bytes) -> None:
         self._stepped = True

@@ -1,6 +1,7 @@
 """Chat messages and template arguments: OpenAI's forms checked, faults named by their place."""
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from ..errors import RequestError, shown
@@ -30,10 +31,12 @@ def parse_messages(messages: list[Any]) -> tuple[list[dict[str, Any]], int]:
 
 
 def characters(value: Any) -> int:
-    """Of all strings in a parsed message, however deep."""
+    """Of all strings in a parsed message or in tools, however deep."""
     if isinstance(value, str):
         return len(value)
-    return sum(map(characters, value.values() if isinstance(value, dict) else value))
+    if isinstance(value, dict | list):
+        return sum(map(characters, value.values() if isinstance(value, dict) else value))
+    return 0
 
 
 def _message(message: Any, path: str) -> dict[str, Any]:
@@ -92,8 +95,9 @@ def _tool_calls(calls: Any, path: str) -> list[dict[str, Any]]:
     return parsed
 
 
-def template_kwargs(kwargs: dict[str, Any] | None) -> dict[str, Any]:
-    """`chat_template_kwargs`: a few plain values under names that mean nothing to the renderer itself."""
+def template_kwargs(kwargs: dict[str, Any] | None, allowed: Sequence[str] = ()) -> dict[str, Any]:
+    """`chat_template_kwargs`: few plain values under names that mean nothing to the renderer itself. allowed: the only
+    names that there may be; () = any."""
     kwargs = kwargs or {}
     if len(kwargs) > MAX_TEMPLATE_KWARGS:
         raise fault("chat_template_kwargs", f"has {len(kwargs)} entries; at most {MAX_TEMPLATE_KWARGS} are allowed")
@@ -101,6 +105,8 @@ def template_kwargs(kwargs: dict[str, Any] | None) -> dict[str, Any]:
         path = f"chat_template_kwargs.{name[:MAX_TEXT]}"
         if name in RESERVED_KWARGS or name.startswith("_") or not name.isidentifier():
             raise fault(path, "is a reserved name or not a name")
+        if allowed and name not in allowed:
+            raise fault(path, f"is not allowed here; this server takes {', '.join(allowed)} (--template-kwargs)")
         if not isinstance(value, (str, int, float, bool, type(None))) or len(str(value)) > MAX_TEXT:
             raise fault(path, f"must be a number, true, false, null or a string of at most {MAX_TEXT} characters")
     return kwargs

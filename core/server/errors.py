@@ -1,4 +1,5 @@
-"""Every error as OpenAI's envelope: {"error": {"message", "type", "param", "code"}}; the last two may be null."""
+"""Every error in the words of the API that was called: OpenAI's envelope
+{"error": {"message", "type", "param", "code"}}, of which the last two may be null, Anthropic's or Ollama's."""
 from __future__ import annotations
 
 import logging
@@ -15,14 +16,18 @@ from ..errors import SHOWN, EngineDead, EngineRestarting, EngineStopped, Request
 
 log = logging.getLogger(__name__)
 
-STATUS_CODES = {400: "invalid_request", 401: "invalid_api_key", 404: "not_found", 405: "method_not_allowed",
-                408: "request_timeout", 413: "request_too_large", 415: "unsupported_media_type", 429: "overloaded",
-                431: "headers_too_large", 503: "unavailable", 504: "timeout"}
+STATUS_CODES = {400: "invalid_request", 401: "invalid_api_key", 403: "forbidden", 404: "not_found",
+                405: "method_not_allowed", 408: "request_timeout", 409: "conflict", 413: "request_too_large",
+                415: "unsupported_media_type", 429: "overloaded", 431: "headers_too_large", 500: "internal_error",
+                502: "bad_gateway", 503: "unavailable", 504: "timeout"}
 ABORTED = "aborted"
 ENGINE_DEAD = "engine_dead"
 STOPPING = "server_stopping"
 RESTARTING = "engine_restarting"
 RESTART_S = 5  # seconds after which it may be there again
+# Anthropic's words for statuses; of others the class decides.
+ANTHROPIC_KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error",
+                   413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error"}
 MAX_MESSAGE = 2000  # characters; whatever a message repeats of a request, the answer is short
 
 
@@ -103,9 +108,24 @@ def error_code(error: RequestError) -> str | None:
     return error.code or STATUS_CODES.get(error.status)
 
 
-def encode_error(error: RequestError) -> bytes:
-    """The whole envelope as JSON."""
+def encode_error(error: RequestError, scope: Mapping[str, Any] | None = None) -> bytes:
+    """The whole envelope as JSON. scope: of the request, whose API decides the form; None = OpenAI's."""
+    path = scope["path"] if scope else ""
+    if path.startswith("/api/"):
+        return msgspec.json.encode({"error": cut(error.message, MAX_MESSAGE)})
+    if scope and speaks_anthropic(scope):
+        kind = ANTHROPIC_KINDS.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
+        inner = {"type": kind, "message": cut(error.message, MAX_MESSAGE)}
+        return msgspec.json.encode({"type": "error", "error": inner,
+                                    "request_id": scope.get("state", {}).get("request_id")})
     return msgspec.json.encode({"error": error_body(error)})
+
+
+def speaks_anthropic(scope: Mapping[str, Any]) -> bool:
+    """Is this a call of Anthropic's API? Its clients share `/v1/models` with OpenAI's, and say who they are."""
+    path = scope["path"]
+    return path == "/v1/messages" or path.startswith("/v1/messages/") or (
+        path.startswith("/v1/models") and any(name == b"anthropic-version" for name, _ in scope["headers"]))
 
 
 def error_headers(error: RequestError) -> dict[str, str]:
@@ -127,4 +147,5 @@ def error_response(error: Exception, scope: MutableMapping[str, Any],
     """The HTTP answer to an exception, which is left in the request's state for the log."""
     known = as_request_error(error)
     leave(scope, known)
-    return Response(encode_error(known), known.status, {**error_headers(known), **(headers or {})}, "application/json")
+    return Response(encode_error(known, scope), known.status, {**error_headers(known), **(headers or {})},
+                    "application/json")

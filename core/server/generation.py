@@ -14,13 +14,17 @@ from msgspec import UNSET, UnsetType
 
 from ..errors import EngineStopped, RequestError
 from ..messages import Logprobs, SamplingParams, Submit, TextOutput, Watch, pack_ids
-from ..processes.backlog import output_size
-from .context import Server
+from ..processes.backlog import Tap, output_size
+from .context import Running, Server
 from .errors import ABORTED
+from .metrics import Clock
 from .protocol import StreamOptions
 from .terms import Terms
 from .validate import nth_seed
 from .wire import Usage, usage
+
+MAX_SAID = 2000  # characters of a prompt or an answer in the log
+MAX_TOLD = 4     # prompts, and answers
 
 
 def wants_usage(options: StreamOptions | None) -> bool:
@@ -35,11 +39,13 @@ def new_id(prefix: str) -> str:
 
 @dataclass
 class Prompt:
-    """One prompt: its ids, and how it is sampled. `text` is its text where the answer repeats it."""
+    """One prompt: its ids, and how it is sampled. `text` is its text where the answer repeats it. shown: control tokens
+    that leave text in the answer."""
 
     ids: np.ndarray
     params: SamplingParams
     text: str = ""
+    shown: tuple[int, ...] = ()
 
 
 @dataclass
@@ -56,11 +62,14 @@ class Choice:
     stop_reason: str | int | None = None
     cached: int = 0
     completion: int = 0
+    drafted: int = 0
+    accepted: int = 0
     size: int = 0
 
     def count(self, output: TextOutput) -> None:
         """Take over the numbers of one output."""
         self.completion = output.completion_tokens
+        self.drafted, self.accepted = output.drafted, output.accepted
         self.cached = max(self.cached, output.cached_tokens)
         self.finish, self.stop_reason = output.finish, output.stop_reason
 
@@ -84,13 +93,21 @@ class Choice:
 class Generation:
     """`n` answers to each prompt; choice i answers prompt i // n with the request's seed + i % n.
 
-    first: when the first token arrived, by `time.perf_counter`; None until then.
+    first: when the first token arrived, by `time.perf_counter`; None until then. clocks: of the choices that have
+    begun.
     """
 
     def __init__(self, server: Server, id: str, prompts: Sequence[Prompt], n: int, terms: Terms):
         self.server, self.id, self.prompts, self.n, self.terms = server, id, prompts, n, terms
         self.choices = [Choice(prompt) for prompt in prompts for _ in range(n)]
         self.first: float | None = None
+        self.clocks: list[Clock | None] = [None] * len(self.choices)
+        self._said = [""] * len(self.choices) if server.config.server.log_contents else None
+
+    @property
+    def model(self) -> str:
+        """What answers: an adapter's name, or the model's."""
+        return self.terms.model or self.server.model
 
     def _submit(self, index: int, id: str) -> tuple[Submit, Watch]:
         prompt = self.choices[index].prompt
@@ -99,33 +116,50 @@ class Generation:
             params = msgspec.structs.replace(params, seed=nth_seed(params.seed, index % self.n))
         terms = self.terms
         submit = Submit(id, pack_ids(prompt.ids), params, terms.domain, terms.priority, time.monotonic(), terms.tenant,
-                        terms.ttft, terms.hint)
-        return submit, Watch(id, params.stop, params.include_stop, params.skip_special, params.min_tokens)
+                        terms.ttft, terms.hint, terms.adapter)
+        return submit, Watch(id, params.stop, params.include_stop, params.skip_special, params.min_tokens,
+                             prompt.shown)
 
-    async def outputs(self) -> AsyncIterator[tuple[int, TextOutput]]:
-        """(choice, output) pairs as they come. Closing this early, or cancelling its task, aborts what still runs."""
+    async def outputs(self, tap: Tap | None = None) -> AsyncIterator[tuple[int, TextOutput]]:
+        """(choice, output) pairs as they come. Closing this early, or cancelling its task, aborts what still runs. tap:
+        of a single choice, see `EngineClient.generate`."""
         if self.id in self.server.running:
             raise RequestError(f"request id {self.id!r} is in use", param="rid")
         ids = [self.id] if len(self.choices) == 1 else [f"{self.id}-{i}" for i in range(len(self.choices))]
-        self.server.running[self.id] = tuple(ids)
+        self.server.metrics.call(self.n)
+        self.server.running[self.id] = Running(tuple(ids), self.terms.tenant)
         try:
-            merged = self._one(0, ids[0]) if len(ids) == 1 else self._merge(ids)
+            merged = self._one(0, ids[0], tap) if len(ids) == 1 else self._merge(ids)
             async with aclosing(merged):
                 async for pair in merged:
-                    if self.first is None and pair[1].completion_tokens:
-                        self.first = time.perf_counter()
                     yield pair
         finally:
             del self.server.running[self.id]
 
-    async def _one(self, index: int, id: str) -> AsyncIterator[tuple[int, TextOutput]]:
-        clock = self.server.metrics.clock(len(self.choices[index].prompt.ids))
+    async def _one(self, index: int, id: str, tap: Tap | None = None) -> AsyncIterator[tuple[int, TextOutput]]:
+        prompt = self.choices[index].prompt
+        clock = self.server.metrics.clock(len(prompt.ids), prompt.params.max_tokens)
+        self.clocks[index] = clock
         finish = "abort"
+
+        def note(output: TextOutput) -> None:
+            clock.output(output.completion_tokens, output.queued if output.queued >= 0 else None)
+            if self.first is None and output.completion_tokens:
+                self.first = time.perf_counter()
+            if self._said is not None:
+                self._said[index] = (self._said[index] + output.text)[:MAX_SAID]
+
+        def take(output: TextOutput) -> bool:
+            taken = tap(output)
+            if taken:
+                note(output)
+            return taken
+
         try:
-            stream = self.server.client.generate(*self._submit(index, id))
+            stream = self.server.client.generate(*self._submit(index, id), tap and take)
             async with aclosing(stream):
                 async for output in stream:
-                    clock.output(output.completion_tokens)
+                    note(output)
                     finish = output.finish or finish
                     yield index, output
         except EngineStopped:
@@ -173,11 +207,21 @@ class Generation:
                 self.choices[index].add(output)
         return self.choices
 
+    def asked_text(self) -> str:
+        """The prompts' beginnings, for a log that is to have them."""
+        decode = self.server.text.decode
+        return "\n---\n".join(decode(p.ids[:MAX_SAID], False)[:MAX_SAID] for p in self.prompts[:MAX_TOLD])
+
+    def said_text(self) -> str:
+        """The answers' beginnings, where the log is to have them."""
+        return "\n---\n".join((self._said or [])[:MAX_TOLD])
+
     def usage(self) -> Usage:
         """Tokens so far. A prompt counts once however often it is answered."""
         return usage(sum(len(prompt.ids) for prompt in self.prompts),
                      sum(choice.completion for choice in self.choices),
-                     sum(choice.cached for choice in self.choices[::self.n]))
+                     sum(choice.cached for choice in self.choices[::self.n]), 0,
+                     sum(choice.drafted for choice in self.choices), sum(choice.accepted for choice in self.choices))
 
     def chunk_usage(self, options: StreamOptions | None) -> Usage | None | UnsetType:
         """`usage` of a chunk that has choices: OpenAI sends null there when the last chunk will have it."""

@@ -26,6 +26,12 @@ MAX_HEADER_BYTES = 65536   # names and values together
 MAX_STOPS = 64             # stop strings of a request
 MAX_STOP_CHARS = 1024      # in one stop string
 MAX_STOP_IDS = 1024        # stop_token_ids of a request
+MAX_BAD_WORDS = 128         # bad_words of a request
+MAX_BAD_CHARS = 256         # in one of them
+MAX_BAD_TOKENS = 64         # of one of them
+MAX_ALLOWED = 2**19         # allowed_token_ids of a request
+MAX_PROCESSORS = 8          # logits_processors of a request
+MAX_PROCESSOR_ARGUMENTS = 4096  # characters of the arguments of one
 MAX_BIAS = 1024            # logit_bias entries of a request
 MAX_TEMPLATE_KWARGS = 32   # chat_template_kwargs of a request
 MAX_TEXT = 1024            # characters of a short free text: cache_salt, rid, a template argument
@@ -34,6 +40,8 @@ MAX_NEXT_WITHIN = 7 * 86400  # seconds until the next request of a session
 MAX_PIN = 3600             # seconds that a session may be pinned
 MAX_TTFT = 3600            # seconds in which a first token may be wanted
 MAX_TOKENIZE = 2**20       # characters of a text for /tokenize
+BROWSER = ("origin", "sec-fetch-site")  # headers of which a browser sends one at least with what it posts
+UNSAID = ("", "application/x-www-form-urlencoded")  # media types of clients that were not asked for any
 
 _STEPS = np.zeros(256, np.int8)  # what a character does to the depth of a JSON text
 _STEPS[list(b"[{")], _STEPS[list(b"]}")] = 1, -1
@@ -147,13 +155,15 @@ class Bodies:
         """The body of a request that says that it sends JSON; it is counted until the context ends.
 
         A JSON media type is demanded (415) so that a foreign web page cannot post here without asking the browser
-        first.
+        first. Clients of Ollama often say none, and `curl -d` says that it is a form: from what is no browser both
+        are taken.
         """
         parts: list[bytes] = []
         try:
             await self._receive(request, parts)
             media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-            if media != "application/json" and not media.endswith("+json"):
+            vague = media in UNSAID and not any(name in request.headers for name in BROWSER)
+            if not vague and media != "application/json" and not media.endswith("+json"):
                 said = f"is {media!r}" if media else "is missing"
                 raise RequestError(f"Content-Type {said}; send application/json", status=415)
             parts[:] = [b"".join(parts)]

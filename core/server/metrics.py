@@ -1,71 +1,19 @@
-"""Prometheus metrics: the engine's counters and the latencies that the server sees, under our names and vLLM's.
-
-Source of the `vllm:` names: the metrics that Gateway API inference routers, autoscalers and dashboards read.
-"""
+"""Prometheus metrics: the engine's counters and the latencies that the server sees, under our names and others'."""
 from __future__ import annotations
 
 import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from .figures import pages_by_owner, step_seconds
+from .metric_names import ENGINE, FAMILIES, MEASURED, Family, derived
 
-SECONDS = (.001, .0025, .005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
-TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
-
-# Names of the same number: key in the engine's stats, kind, our name, vLLM's name, help.
-ENGINE = (
-    ("running", "gauge", "requests_running", "num_requests_running", "Requests being computed"),
-    ("waiting", "gauge", "requests_waiting", "num_requests_waiting", "Requests in the queue"),
-    ("pages_total", "gauge", "kv_pages", None, "Pages of K and V in the pool"),
-    ("pages_free", "gauge", "kv_pages_free", None, "Pages that hold nothing"),
-    ("pages_cached", "gauge", "kv_pages_cached", None, "Pages in the prefix cache, in use or not"),
-    ("pages_used", "gauge", "kv_pages_used", None, "Pages that requests hold"),
-    ("pages_quarantined", "gauge", "kv_pages_quarantined", None, "Pages taken out of use after an ownership error"),
-    ("kv_usage", "gauge", "kv_cache_usage_ratio", "kv_cache_usage_perc", "Share of pages held by requests, 0 to 1"),
-    ("hit_rate_window", "gauge", "prefix_cache_hit_ratio_window", None,
-     "Cached share of the prompt tokens of the last first attempts, 0 to 1"),
-    ("requests", "counter", "requests_admitted", None, "Requests that started to be computed"),
-    ("prompt_tokens", "counter", "prompt_tokens", "prompt_tokens", "Prompt tokens of admitted requests"),
-    ("generated_tokens", "counter", "generated_tokens", "generation_tokens", "Tokens of outputs"),
-    ("forced_tokens", "counter", "forced_tokens", None, "Of those, known without being sampled: a grammar forced them"),
-    ("grammars_compiled", "counter", "grammars_compiled", None, "Grammars of structured output compiled"),
-    ("grammar_compile_seconds", "counter", "grammar_compile_seconds", None, "Time that took, beside the engine's loop"),
-    ("grammars_compiling", "gauge", "grammars_compiling", None, "Requests whose grammar is being compiled"),
-    ("prompt_tokens", "counter", "prefix_cache_queries", "prefix_cache_queries",
-     "Prompt tokens looked up in the prefix cache, first attempts"),
-    ("cached_tokens", "counter", "prefix_cache_hits", "prefix_cache_hits",
-     "Prompt tokens found in the prefix cache, first attempts"),
-    ("cached_tokens", "counter", None, "prompt_tokens_cached", "Prompt tokens found in the prefix cache"),
-    ("reprefill_tokens", "counter", "reprefill_tokens", None, "Tokens that preempted requests looked up again"),
-    ("reprefill_cached_tokens", "counter", "reprefill_cached_tokens", None,
-     "Tokens that preempted requests found in the cache again"),
-    ("preemptions", "counter", "preemptions", "num_preemptions", "Requests that lost their pages to others"),
-    ("evicted_pages", "counter", "kv_pages_evicted", None, "Cached pages given up for others"),
-    ("pages_given_back", "counter", "kv_pages_given_back", None, "Pages of K and V given back for want of memory"),
-    ("ownership_violations", "counter", "kv_ownership_violations", None, "Errors in the ownership of pages"),
-    ("steps", "counter", "steps", None, "Forward passes"),
-    ("pins", "gauge", "kv_pins", None, "Sessions whose cached pages are pinned"),
-    ("pages_pinned", "gauge", "kv_pages_pinned", None, "Pages that pins keep"),
-    ("kv_event_batches", "counter", "kv_event_batches", None, "Batches of cache events published"),
-    ("step_age", "gauge", "step_age_seconds", None, "Since a step finished; 0 while the engine has nothing to do"),
-    ("stats_age", "gauge", "engine_stats_age_seconds", None,
-     "Since the engine gave its numbers; it gives new ones between two steps"),
-    ("restarts", "counter", "engine_restarts", None, "Times that an engine that had died was started anew"),
-)
-# What the server measures: key, buckets, our name, vLLM's name, help.
-MEASURED = (
-    ("e2e", SECONDS, "e2e_request_latency_seconds", "e2e_request_latency_seconds", "From arrival to the last token"),
-    ("ttft", SECONDS, "time_to_first_token_seconds", "time_to_first_token_seconds", "From arrival to the first token"),
-    ("itl", SECONDS, "inter_token_latency_seconds", "inter_token_latency_seconds", "Between two tokens of a request"),
-    ("prompt", TOKENS, "request_prompt_tokens", "request_prompt_tokens", "Prompt tokens of a request"),
-    ("output", TOKENS, "request_generation_tokens", "request_generation_tokens", "Tokens generated for a request"),
-)
+RATE_S = 2.0  # a rate is over at least so long, however often somebody asks
 
 
 class Histogram:
@@ -89,20 +37,26 @@ class Histogram:
 
 
 class Clock:
-    """Measures one engine request."""
+    """Measures one engine request. start, first, last: by `time.perf_counter`, first None until a token came; queued:
+    seconds until it was computed, None until that is known."""
 
-    def __init__(self, metrics: Metrics, prompt_tokens: int):
-        self.metrics, self.prompt_tokens = metrics, prompt_tokens
+    def __init__(self, metrics: Metrics, prompt_tokens: int, max_tokens: int = 0):
+        self.metrics, self.prompt_tokens, self.max_tokens = metrics, prompt_tokens, max_tokens
         self.start = self.last = time.perf_counter()
+        self.first: float | None = None
+        self.queued: float | None = None
         self.tokens = 0
 
-    def output(self, tokens: int) -> None:
-        """An output arrived; the request has `tokens` by now."""
+    def output(self, tokens: int, queued: float | None = None) -> None:
+        """An output arrived; the request has `tokens` by now. queued: on the first one."""
+        if self.queued is None:
+            self.queued = queued
         new = tokens - self.tokens
         if new <= 0:
             return
         now = time.perf_counter()
-        if self.tokens == 0:
+        if self.first is None:
+            self.first = now
             self.metrics.measured["ttft"].observe(now - self.start)
         else:
             self.metrics.measured["itl"].observe((now - self.last) / new, new)
@@ -111,26 +65,43 @@ class Clock:
     def end(self, finish: str) -> None:
         """The request ended: "stop", "length", "abort" or "error"."""
         self.metrics.finished[finish] += 1
-        if finish in ("stop", "length"):
-            self.metrics.measured["e2e"].observe(time.perf_counter() - self.start)
-            self.metrics.measured["prompt"].observe(self.prompt_tokens)
-            self.metrics.measured["output"].observe(self.tokens)
+        if finish not in ("stop", "length"):
+            return
+        now = time.perf_counter()
+        found = {"e2e": now - self.start, "prompt": self.prompt_tokens, "output": self.tokens,
+                 "max_tokens": self.max_tokens}
+        if self.queued is not None:
+            found |= {"queue": self.queued, "inference": max(0.0, now - self.start - self.queued)}
+            if self.first is not None:
+                found["prefill"] = max(0.0, self.first - self.start - self.queued)
+        if self.first is not None:
+            found["decode"] = self.last - self.first
+            if self.tokens > 1:
+                found["tpot"] = found["decode"] / (self.tokens - 1)
+        for key, value in found.items():
+            self.metrics.measured[key].observe(value)
 
 
 class Metrics:
-    """One app's numbers and the registry that exports them."""
+    """One app's numbers and the registry that exports them. families: words of `FAMILIES`."""
 
-    def __init__(self) -> None:
+    def __init__(self, families: Sequence[str] = ("isthmus", "vllm")) -> None:
+        self.families = [FAMILIES[name] for name in families]
         self.measured = {key: Histogram(bounds) for key, bounds, *_ in MEASURED}
         self.finished: Counter[str] = Counter()
         self.statuses: Counter[int] = Counter()
         self._model, self._info, self._stats = "", {}, {}
+        self._rate: tuple[float, float, float] = (0.0, 0.0, 0.0)  # when, tokens then, and a second since the one before
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
-    def clock(self, prompt_tokens: int) -> Clock:
+    def clock(self, prompt_tokens: int, max_tokens: int = 0) -> Clock:
         """Start to measure one engine request."""
-        return Clock(self, prompt_tokens)
+        return Clock(self, prompt_tokens, max_tokens)
+
+    def call(self, answers: int) -> None:
+        """Count one call that generates so many answers to each of its prompts."""
+        self.measured["n"].observe(answers)
 
     def count_status(self, status: int) -> None:
         """Count one HTTP answer."""
@@ -138,73 +109,117 @@ class Metrics:
 
     def export(self, model: str, info: dict[str, Any], stats: dict[str, Any]) -> bytes:
         """The text format. Numbers that the engine does not give are left out."""
-        self._model, self._info, self._stats = model, info, dict(stats)
-        if stats.get("pages_total") and "pages_used" in stats:
-            self._stats["kv_usage"] = stats["pages_used"] / stats["pages_total"]
+        self._model, self._info = model, info
+        self._stats = {**stats, **derived(stats)}
+        if "generated_tokens" in stats:
+            self._stats["generated_per_s"] = self._per_second(stats["generated_tokens"])
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
         """Called by the registry."""
-        for prefix, column in (("isthmus_", 0), ("vllm:", 1)):
-            yield from self._engine(prefix, column)
-            yield from self._latencies(prefix, column)
-        yield self._counter("isthmus_requests_finished", "Engine requests by how they ended", "finish", self.finished)
-        yield self._counter("vllm:request_success", "Requests that ended by themselves", "finished_reason",
-                            {key: self.finished[key] for key in ("stop", "length", "abort")})
-        yield self._counter("isthmus_http_responses", "HTTP answers by status", "status", self.statuses)
-        if seconds := step_seconds(self._stats):
-            yield self._counter("isthmus_step_seconds", "Time of steps: planning and building the batch, the device, "
-                                "taking in the result", "part", seconds)
-        if pages := pages_by_owner(self._stats):
-            yield self._gauge("isthmus_kv_pages_owned", "Pages of K and V by who holds them; all together are the pool",
-                              "owner", pages)
-        if self._info:
-            yield self._cache_config()
+        for family in self.families:
+            yield from self._engine(family)
+            yield from self._latencies(family)
+            yield from getattr(self, f"_of_{family.prefix[:-1]}")(family)
 
-    def _labels(self, prefix: str) -> dict[str, str]:
-        return {"model_name": self._model, **({"engine": "0"} if prefix == "vllm:" else {})}
+    def _per_second(self, tokens: float) -> float:
+        now, (then, before, rate) = time.monotonic(), self._rate
+        if then and now - then < RATE_S and tokens >= before:
+            return rate
+        rate = (tokens - before) / (now - then) if then and tokens >= before else 0.0
+        self._rate = now, tokens, rate
+        return rate
 
-    def _engine(self, prefix: str, column: int) -> Iterator[Metric]:
-        labels = self._labels(prefix)
+    def _engine(self, family: Family) -> Iterator[Metric]:
         for key, kind, *names, help in ENGINE:
-            value = self._stats.get(key)
-            if names[column] is not None and isinstance(value, (int, float)):
-                family = (GaugeMetricFamily if kind == "gauge" else CounterMetricFamily)(
-                    prefix + names[column], help, labels=list(labels))
-                family.add_metric(list(labels.values()), value)
-                yield family
+            value, name = self._stats.get(key), names[family.column]
+            if name is not None and isinstance(value, (int, float)):
+                yield self._made(GaugeMetricFamily if kind == "gauge" else CounterMetricFamily, family, name, help,
+                                 {(): value})
 
-    def _latencies(self, prefix: str, column: int) -> Iterator[Metric]:
-        labels = self._labels(prefix)
+    def _latencies(self, family: Family) -> Iterator[Metric]:
+        labels = self._labels(family)
         for key, _, *names, help in MEASURED:
-            histogram = self.measured[key]
-            family = HistogramMetricFamily(prefix + names[column], help, labels=list(labels))
-            family.add_metric(list(labels.values()), histogram.cumulative(), histogram.sum)
-            yield family
-        if isinstance(self._stats.get("queue_seconds"), (int, float)):  # the engine sums the times up: one bucket
-            family = HistogramMetricFamily(prefix + "request_queue_time_seconds", "From arrival to the first attempt",
-                                           labels=list(labels))
-            family.add_metric(list(labels.values()), [("+Inf", self._stats.get("requests", 0))],
-                              self._stats["queue_seconds"])
-            yield family
+            if names[family.column] is not None:
+                histogram = self.measured[key]
+                made = HistogramMetricFamily(family.prefix + names[family.column], help, labels=list(labels))
+                made.add_metric(list(labels.values()), histogram.cumulative(), histogram.sum)
+                yield made
 
-    def _counter(self, name: str, help: str, label: str, values: Mapping[Any, float]) -> Metric:
-        return self._by_label(CounterMetricFamily, name, help, label, values)
+    def _of_isthmus(self, family: Family) -> Iterator[Metric]:
+        yield self._counter(family, "requests_finished", "Engine requests by how they ended", "finish", self.finished)
+        yield self._counter(family, "http_responses", "HTTP answers by status", "status", self.statuses)
+        if seconds := step_seconds(self._stats):
+            yield self._counter(family, "step_seconds", "Time of steps: planning and building the batch, the device, "
+                                "taking in the result", "part", seconds)
+        yield from self._places(family, "accepted_draft_tokens_at", "place")
+        if pages := pages_by_owner(self._stats):
+            yield self._made(GaugeMetricFamily, family, "kv_pages_owned", "Pages of K and V by who holds them; all "
+                             "together are the pool", {(owner,): count for owner, count in pages.items()}, ("owner",))
 
-    def _gauge(self, name: str, help: str, label: str, values: Mapping[Any, float]) -> Metric:
-        return self._by_label(GaugeMetricFamily, name, help, label, values)
+    def _of_vllm(self, family: Family) -> Iterator[Metric]:
+        yield self._counter(family, "request_success", "Requests that ended by themselves", "finished_reason",
+                            {key: self.finished[key] for key in ("stop", "length", "abort")})
+        if isinstance(waiting := self._stats.get("waiting"), int):
+            deferred = self._stats.get("grammars_compiling", 0)
+            yield self._made(GaugeMetricFamily, family, "num_requests_waiting_by_reason", "Requests that wait for "
+                             "capacity, and for their grammar", {("capacity",): waiting, ("deferred",): deferred},
+                             ("reason",))
+        if isinstance(steps := self._stats.get("steps"), int):
+            # Only sums are known: one bucket.
+            computed = sum(self._stats.get(key, 0) * sign for key, sign in (
+                ("prompt_tokens", 1), ("cached_tokens", -1), ("reprefill_tokens", 1), ("reprefill_cached_tokens", -1),
+                ("generated_tokens", 1)))
+            labels = self._labels(family)
+            made = HistogramMetricFamily(family.prefix + "iteration_tokens_total", "Tokens of a step, in one bucket",
+                                         labels=list(labels))
+            made.add_metric(list(labels.values()), [("+Inf", steps)], computed)
+            yield made
+        yield from self._places(family, "spec_decode_num_accepted_tokens_per_pos", "position")
+        asleep = {("awake",): 1, ("weights_offloaded",): 0, ("discard_all",): 0}
+        yield self._made(GaugeMetricFamily, family, "engine_sleep_state", "Whether the engine sleeps; it never does",
+                         asleep, ("sleep_state",))
+        if slots := self._stats.get("lora_slots"):  # routers send requests where their adapter is
+            running, waiting = (",".join(self._stats.get(f"lora_{word}", ())) for word in ("running", "waiting"))
+            yield self._made(GaugeMetricFamily, family, "lora_requests_info", "Since 1970, with the adapters that "
+                             "requests use and wait for as labels", {(str(slots), running, waiting): time.time()},
+                             ("max_lora", "running_lora_adapters", "waiting_lora_adapters"))
+        yield from self._cache_config(family, "block_size", "num_gpu_blocks")
 
-    def _by_label(self, kind: type, name: str, help: str, label: str, values: Mapping[Any, float]) -> Metric:
-        labels = self._labels("vllm:" if name.startswith("vllm:") else "")
-        family = kind(name, help, labels=[*labels, label])
-        for key, value in sorted(values.items()):
-            family.add_metric([*labels.values(), str(key)], value)
-        return family
+    def _of_sglang(self, family: Family) -> Iterator[Metric]:
+        yield self._made(CounterMetricFamily, family, "num_requests", "Engine requests that have ended",
+                         {(): sum(self.finished.values())})
+        yield self._made(CounterMetricFamily, family, "num_aborted_requests", "Engine requests that were aborted",
+                         {(): self.finished["abort"]})
+        if isinstance(cached := self._stats.get("cached_tokens"), int):
+            yield self._counter(family, "cached_tokens", "Prompt tokens found in the prefix cache", "cache_source",
+                                {"device": cached})
+        yield from self._cache_config(family, "page_size", "num_pages")
 
-    def _cache_config(self) -> Metric:
-        labels = self._labels("vllm:")
-        facts = {"block_size": self._info.get("page_size", ""), "num_gpu_blocks": self._info.get("pages", "")}
-        family = GaugeMetricFamily("vllm:cache_config_info", "Page size and number of pages, as labels",
-                                   labels=[*labels, *facts])
-        family.add_metric([*labels.values(), *map(str, facts.values())], 1)
-        return family
+    def _places(self, family: Family, name: str, label: str) -> Iterator[Metric]:
+        """Accepted tokens by their place in the draft, of engines that draft."""
+        if places := self._stats.get("accepted_at"):
+            yield self._counter(family, name, "Accepted draft tokens by place in the draft, 0 = the first", label,
+                                dict(enumerate(places)))
+
+    def _labels(self, family: Family) -> dict[str, str]:
+        return {"model_name": self._model, **family.labels}
+
+    def _counter(self, family: Family, name: str, help: str, label: str, values: Mapping[Any, float]) -> Metric:
+        return self._made(CounterMetricFamily, family, name, help,
+                          {(str(key),): value for key, value in sorted(values.items())}, (label,))
+
+    def _made(self, kind: type, family: Family, name: str, help: str, values: Mapping[tuple[str, ...], float],
+              more: tuple[str, ...] = ()) -> Metric:
+        """A metric; values: by what the labels `more` say."""
+        labels = self._labels(family)
+        made = kind(family.prefix + name, help, labels=[*labels, *more])
+        for words, value in values.items():
+            made.add_metric([*labels.values(), *words], value)
+        return made
+
+    def _cache_config(self, family: Family, size: str, pages: str) -> Iterator[Metric]:
+        if self._info:
+            facts = {size: str(self._info.get("page_size", "")), pages: str(self._info.get("pages", ""))}
+            yield self._made(GaugeMetricFamily, family, "cache_config_info", "Page size and number of pages, as labels",
+                             {tuple(facts.values()): 1}, tuple(facts))

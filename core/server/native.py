@@ -1,4 +1,4 @@
-"""`POST /generate`, `/tokenize` and `/detokenize`: token ids in and out. Form of `/generate`: SGLang's native API."""
+"""`POST /generate` in the form of SGLang's native API, and what tokenizes: token ids in and out."""
 from __future__ import annotations
 
 import time
@@ -17,7 +17,7 @@ from .limits import MAX_TOKENIZE, parse_object
 from .logprobs import native_logprobs, native_top
 from .protocol import DetokenizeRequest, GenerateRequest, SamplingFields, TokenizeRequest, read
 from .stream import JsonList, event, json_response
-from .terms import Caller, terms
+from .terms import Caller
 from .text_service import TextService
 from .validate import check_choices, check_ids, check_size, invalid, output_limit, sampling_params, split_prompts
 
@@ -46,7 +46,7 @@ def start(server: Server, caller: Caller, body: bytes) -> NativeAnswer:
     n = fields.n or 1
     check_choices(len(parts), n, server.bounds, param)
     prompts = [read_prompt(server, asked, fields, name, part) for name, part in parts]
-    generation = Generation(server, asked.rid or new_id("gen"), prompts, n, terms(asked, caller, server.isolates))
+    generation = Generation(server, asked.rid or new_id("gen"), prompts, n, server.terms(asked, caller))
     return NativeAnswer(server, asked, generation)
 
 
@@ -154,7 +154,7 @@ def tokenized(server: Server, asked: TokenizeRequest) -> dict[str, Any]:
         check_characters(size, "messages")
         ids = server.text.encode_chat(
             messages, **generation_prompt(asked.add_generation_prompt, asked.continue_final_message),
-            **template_kwargs(asked.chat_template_kwargs))
+            **template_kwargs(asked.chat_template_kwargs, server.config.model.template_kwargs))
     elif asked.text is not None:
         check_characters(len(asked.text), "prompt")
         ids = server.text.encode(asked.text, asked.add_special_tokens is not False)
@@ -173,6 +173,20 @@ def check_characters(size: int, param: str) -> None:
                            "parts", status=413, param=param)
 
 
+async def tokenizer_info(server: Server, request: Request) -> Response:
+    """`GET /tokenizer_info`: its marks and the chat template, by which lm-eval tokenizes here and needs no files.
+
+    Names of the fields: a Hugging Face tokenizer's configuration, as vLLM gives it.
+    """
+    tokenizer = server.text.tokenizer
+    bos, eos = tokenizer.bos_id, next(iter(tokenizer.eos_ids), None)
+    return json_response({
+        "bos_token": None if bos is None else tokenizer.id_to_token(bos),
+        "eos_token": None if eos is None else tokenizer.id_to_token(eos), "pad_token": None,
+        "add_bos_token": tokenizer.add_bos, "model_max_length": server.info.get("max_model_len"),
+        "chat_template": getattr(server.text.template, "source", None)})
+
+
 async def detokenize(server: Server, request: Request) -> Response:
     """Text of token ids, under both names that clients look for."""
     server.require_ready()
@@ -189,12 +203,20 @@ def detokenized(server: Server, asked: DetokenizeRequest) -> dict[str, str]:
 
 
 async def abort_request(server: Server, request: Request) -> Response:
-    """End a request by the id of its response (or its `rid`), or all with `abort_all`."""
+    """End a request by the id of its response (or its `rid`), or all with `abort_all`.
+
+    Who holds a key ends only requests made with that key; those of others are as if there were none.
+    """
     body = await server.read(request, parse_object)
     if body.get("abort_all") is True:
-        ids = [id for group in server.running.values() for id in group]
+        if (error := server.access.not_admin(request.scope["headers"], "abort_all")) is not None:
+            raise error
+        ids = [id for running in server.running.values() for id in running.ids]
     elif isinstance(body.get("rid"), str):
-        ids = list(server.running.get(body["rid"], ()))
+        found = server.running.get(body["rid"])
+        may = found is not None and (found.tenant == server.caller(request).tenant
+                                     or server.access.is_admin(request.scope["headers"]))
+        ids = list(found.ids) if found is not None and may else []
     else:
         raise RequestError("rid (a string) or abort_all (true) is required", param="rid")
     for id in ids:

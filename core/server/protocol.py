@@ -23,9 +23,13 @@ from ..errors import RequestError
 from ..suggest import closest
 from .errors import validation_error
 from .limits import (
+    MAX_ALLOWED,
+    MAX_BAD_CHARS,
+    MAX_BAD_WORDS,
     MAX_BIAS,
     MAX_NEXT_WITHIN,
     MAX_PIN,
+    MAX_PROCESSORS,
     MAX_SESSION,
     MAX_STOP_CHARS,
     MAX_STOP_IDS,
@@ -53,6 +57,7 @@ def _as_list(value: Any) -> Any:
 
 Count = Annotated[int, Field(ge=0, lt=10**20)]  # a message can repeat it
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_CHARS)]
 ShortText = Annotated[str, Field(max_length=MAX_TEXT)]
 
 
@@ -148,6 +153,9 @@ class SamplingFields(Body):
     stop_token_ids: Annotated[list[int], _at_most(MAX_STOP_IDS)] | None = None
     include_stop_str_in_output: bool | None = Field(None, validation_alias=AliasChoices(
         "include_stop_str_in_output", "no_stop_trim"))
+    bad_words: Annotated[list[BadWord], _at_most(MAX_BAD_WORDS)] | None = None
+    allowed_token_ids: Annotated[list[int], _at_most(MAX_ALLOWED)] | None = None
+    logits_processors: Annotated[list[Any], _at_most(MAX_PROCESSORS)] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     n: Count | None = Field(None, ge=1)
@@ -180,6 +188,7 @@ class TermFields(Body):
     """How a request is to be served, apart from its contents; `core.server.terms` reads them.
 
     session_id: the client's name for a conversation. ttft_target: seconds in which the first token is wanted.
+    lora_path: the name of an adapter, where `model` does not say it.
     """
 
     priority: int | None = Field(None, ge=-2**31, lt=2**31)
@@ -187,6 +196,7 @@ class TermFields(Body):
     session_id: str | None = Field(None, min_length=1, max_length=MAX_SESSION)
     cache_hint: CacheHintFields | None = None
     ttft_target: float | None = Field(None, gt=0, le=MAX_TTFT)
+    lora_path: ShortText | None = Field(None, validation_alias=AliasChoices("lora_path", "lora_adapter"))
 
 
 class RequestFields(SamplingFields, TermFields):
@@ -207,6 +217,14 @@ class ChatRequest(RequestFields):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[Any] | None = None  # `core.server.tools` checks these three
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    separate_reasoning: bool | None = None
+    include_reasoning: bool | None = None
+    enable_thinking: bool | None = None
+    reasoning_effort: ShortText | None = None
+    thinking_token_budget: Count | None = None
 
 
 class CompletionRequest(RequestFields):
@@ -259,10 +277,11 @@ class DetokenizeRequest(Body):
 
 LATER = "is not supported yet"
 REFUSED: dict[str, str] = {
-    **dict.fromkeys(("tools", "functions", "function_call", "bad_words", "allowed_token_ids", "lora_path",
-                     "lora_adapter", "stop_regex", "logits_processors", "image_data", "audio_data", "video_data",
-                     "truncate_prompt_tokens", "suffix", "return_hidden_states", "thinking_token_budget", "documents",
+    **dict.fromkeys(("stop_regex", "image_data", "audio_data", "video_data",
+                     "truncate_prompt_tokens", "suffix", "return_hidden_states", "documents",
                      "moderation"), LATER),
+    **dict.fromkeys(("tools", "thinking_token_budget"), "is for conversations; use /v1/chat/completions"),
+    **dict.fromkeys(("functions", "function_call"), "is no longer supported; send tools and tool_choice"),
     "prompt_embeds": "is not supported: prompts are text or token ids",
     "chat_template": "is refused: the server decides the template (--chat-template)",
     "custom_logit_processor": "is refused: code from clients is never run",
@@ -287,23 +306,15 @@ def _wanted(value: Any) -> bool:
 def refuse_unsupported(body: dict[str, Any], known: frozenset[str] = frozenset()) -> None:
     """A 400 that names the first field which would be ignored although it asks for something. known: fields that the
     endpoint has, whatever others make of them."""
-    for field in REFUSED.keys() & body.keys():
-        if _wanted(body[field]) and not (field == "tools" and tools_are_off(body)):
+    for field in (REFUSED.keys() & body.keys()) - known:
+        if _wanted(body[field]):
             raise RequestError(f"{field} {REFUSED[field]}", param=field, code="unsupported_parameter")
     for field in (NEUTRAL.keys() & body.keys()) - known:
         if _wanted(body[field]) and body[field] != NEUTRAL[field]:
             raise RequestError(f"{field} is not supported here; leave it out", param=field,
                                code="unsupported_parameter")
-    choice = body.get("tool_choice")
-    if choice not in (None, "none", "auto"):
-        raise RequestError(f"tool_choice other than none {LATER}", param="tool_choice", code="unsupported_parameter")
+    if "tool_choice" not in known and body.get("tool_choice") not in (None, "none", "auto"):
+        raise RequestError("tool_choice is for conversations; use /v1/chat/completions", param="tool_choice",
+                           code="unsupported_parameter")
     if body.get("modalities") not in (None, [], ["text"]):
         raise RequestError(f"modalities other than ['text'] {LATER}", param="modalities", code="unsupported_parameter")
-
-
-def tools_are_off(body: dict[str, Any]) -> bool:
-    """Tools that are well formed and that `tool_choice` forbids to use."""
-    tools = body["tools"]
-    return (body.get("tool_choice") == "none" and isinstance(tools, list)
-            and all(isinstance(tool, dict) and isinstance(tool.get("function"), dict)
-                    and isinstance(tool["function"].get("name"), str) for tool in tools))

@@ -1,6 +1,8 @@
-"""One line for each answered request: what was asked of whom, how it ended and what it cost; never its contents."""
+"""One line for each answered request: what was asked of whom, how it ended and what it cost; its contents only where
+the server's owner has asked for them."""
 from __future__ import annotations
 
+import json
 import logging
 import time
 from typing import Any
@@ -15,11 +17,12 @@ GONE = 499       # the client hung up before there was an answer
 MAX_WORD = 200   # characters of a path or id that the client chose
 
 
-def log_request(scope: Scope, request_id: str, status: int | None, began: float) -> None:
+def log_request(scope: Scope, request_id: str, status: int | None, began: float, contents: bool = False) -> None:
     """Log a request that has ended: at level info when it was a POST, else (probes, metrics, pages) at level debug.
 
     began: when it arrived, by `time.perf_counter`. An endpoint that generates leaves its `Generation` in the state, one
-    that fails its `RequestError`, of which only code and param are told: the message may quote the request.
+    that fails its `RequestError`, of which only code and param are told: the message may quote the request. contents:
+    also the beginnings of prompts and answers.
     """
     level = logging.INFO if scope["method"] == "POST" else logging.DEBUG
     if not log.isEnabledFor(level):
@@ -35,6 +38,8 @@ def log_request(scope: Scope, request_id: str, status: int | None, began: float)
                   "output": usage.completion_tokens}
         if generation.first is not None:
             fields["ttft"] = Seconds(round(generation.first - began, 6))
+        if contents:
+            fields |= {"prompt_text": Quoted(generation.asked_text()), "output_text": Quoted(generation.said_text())}
     if (error := state.get("error")) is not None:
         fields |= {"code": error_code(error), **({"param": plain(error.param)} if error.param else {})}
     if ignored := state.get("ignored"):
@@ -50,6 +55,13 @@ class Seconds(float):
 
     def __str__(self) -> str:
         return f"{self:.3f}s"
+
+
+class Quoted(str):
+    """Shown as a JSON string, on one line."""
+
+    def __str__(self) -> str:
+        return json.dumps(self[:], ensure_ascii=False)
 
 
 def plain(text: str) -> str:

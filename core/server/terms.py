@@ -11,8 +11,8 @@ import pydantic
 from ..errors import RequestError, shown
 from ..messages import CacheHint
 from ..scheduler.request import cache_domain
+from .access import sent_keys
 from .errors import validation_error
-from .middleware import sent_keys
 from .protocol import TermFields
 
 SESSION_HEADER = b"x-session-id"
@@ -30,13 +30,15 @@ class Caller(NamedTuple):
 
 @dataclass(frozen=True)
 class Terms:
-    """What all engine requests of one call share; fields of `Submit`."""
+    """What all engine requests of one call share; fields of `Submit`. model: the adapter's name, "" without one."""
 
     domain: bytes = b""
     priority: int = 0
     tenant: str = ""
     ttft: float = 0.0
     hint: CacheHint | None = None
+    adapter: int = 0
+    model: str = ""
 
 
 def tenant_of(key: bytes, secret: bytes) -> str:

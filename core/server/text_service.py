@@ -15,10 +15,12 @@ class TextService:
     """A model's tokenizer and chat template.
 
     tokenizer: as `core.text.load_tokenizer` gives it. template: a `core.text.ChatTemplate`, or None for a base model.
+    tool_template: the one for conversations with tools, where the model has two.
     """
 
-    def __init__(self, tokenizer: Any, template: Any = None):
+    def __init__(self, tokenizer: Any, template: Any = None, tool_template: Any = None):
         self.tokenizer, self.template = tokenizer, template
+        self.tool_template = template if tool_template is None else tool_template
 
     def least_tokens(self, characters: int) -> int:
         """So many tokens at least has a text of that many characters."""
@@ -31,12 +33,25 @@ class TextService:
         bos = self.tokenizer.bos_id
         return ids[1:] if add_special and len(ids) > 1 and ids[0] == ids[1] == bos else ids
 
+    def spell(self, text: str) -> np.ndarray:
+        """Ids of a piece of text, int32, of which nothing counts as a control token."""
+        return np.asarray(self.tokenizer.encode(text, False, False), np.int32)
+
     def encode_chat(self, messages: Sequence[dict[str, Any]], **options: Any) -> np.ndarray:
         """Ids of a conversation under the chat template, int32. A template is a program: seconds may pass."""
         if self.template is None:
             raise RequestError("this model has no chat template; use /v1/completions, or start the server with "
                                "--chat-template", param="messages")
-        return np.asarray(self.template.encode(list(messages), **options), np.int32)
+        with_tools = options.get("tools") or any("tool_calls" in m or m.get("role") == "tool" for m in messages)
+        template = self.tool_template if with_tools else self.template
+        return np.asarray(template.encode(list(messages), **options), np.int32)
+
+    def control_ids(self, texts: Sequence[str]) -> tuple[int, ...]:
+        """Ids of the control tokens among these that the model has."""
+        wanted = {text.encode() for text in texts}
+        if not wanted:
+            return ()
+        return tuple(id for id in self.tokenizer.special_ids if self.tokenizer.token_bytes(id) in wanted)
 
     def decode(self, ids: Sequence[int] | np.ndarray, skip_special: bool = True) -> str:
         """Text of ids that are inside the vocabulary."""
@@ -54,5 +69,6 @@ def open_text(config: Config) -> TextService:
     from ..weights.checkpoint import open_checkpoint
     with open_checkpoint(config.model.model) as checkpoint:
         tokenizer = load_tokenizer(checkpoint)
-    source = read_template(config.model.chat_template) or tokenizer.chat_template
-    return TextService(tokenizer, ChatTemplate(source, tokenizer) if source else None)
+    own = read_template(config.model.chat_template)
+    sources = (own or tokenizer.chat_template, own or tokenizer.tool_template)
+    return TextService(tokenizer, *(ChatTemplate(source, tokenizer) if source else None for source in sources))

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +10,7 @@ import numpy as np
 
 from ..errors import RequestError, shown
 from ..messages import SamplingParams
+from .controls import control_of
 from .protocol import INT64, SamplingFields
 from .structured import grammar_of
 
@@ -27,6 +28,8 @@ class Bounds:
     max_n: int
     sampling: Mapping[str, float] = field(default_factory=dict)  # what the model's makers recommend
     places: int = 2**31  # requests that may run and wait at once
+    spell: Callable[[str], Sequence[int]] | None = None  # ids of a text in the middle of another
+    processors: tuple[str, ...] = ()  # names of logits processors
 
 
 def invalid(param: str, message: str, code: str = "invalid_value") -> RequestError:
@@ -74,10 +77,13 @@ def check_choices(prompts: int, n: int, bounds: Bounds, param: str = "prompt") -
 
 def too_long(bounds: Bounds, prompt: int, asked: int | None, param: str) -> RequestError:
     """OpenAI's error for a context that does not fit, with the numbers."""
-    wish = f" and {asked} in the completion" if asked else ""
+    left = bounds.max_model_len - prompt
+    wish, way = (f" and {asked} in the completion", "or the completion") if asked else ("", "")
+    if asked and left > 0:
+        way += f", of which {left} tokens are left for it"
     return RequestError(
         f"this model's maximum context length is {bounds.max_model_len} tokens, but {prompt + (asked or 0)} were "
-        f"requested ({prompt} in the prompt{wish}); shorten the prompt or the completion",
+        f"requested ({prompt} in the prompt{wish}); shorten the prompt {way}".rstrip(),
         param=param, code="context_length_exceeded")
 
 
@@ -97,7 +103,7 @@ def output_limit(asked: int | None, default: int | None, prompt: int, bounds: Bo
     if asked is None:
         return left if default is None else min(default, left)
     if asked > left:
-        raise too_long(bounds, prompt, asked, param)
+        raise too_long(bounds, prompt, asked, "max_tokens")
     return asked
 
 
@@ -139,7 +145,7 @@ def sampling_params(fields: SamplingFields, bounds: Bounds, max_tokens: int, log
         stop=tuple(dict.fromkeys(fields.stop or ())), stop_token_ids=tuple(stop_ids or ()),
         include_stop=bool(fields.include_stop_str_in_output), ignore_eos=bool(fields.ignore_eos),
         skip_special=_or(fields.skip_special_tokens, True), logprobs=logprobs, prompt_logprobs=prompt_logprobs,
-        grammar=grammar_of(fields))
+        grammar=grammar_of(fields), controls=control_of(fields, bounds))
 
 
 def nth_seed(seed: int, index: int) -> int:

@@ -15,6 +15,14 @@ class PromptDetails(Struct):
     cached_tokens: int
 
 
+class CompletionDetails(Struct):
+    """`usage.completion_tokens_details`."""
+
+    reasoning_tokens: int
+    accepted_prediction_tokens: int | UnsetType = UNSET
+    rejected_prediction_tokens: int | UnsetType = UNSET
+
+
 class Usage(Struct):
     """`usage`."""
 
@@ -22,11 +30,25 @@ class Usage(Struct):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptDetails
+    completion_tokens_details: CompletionDetails | UnsetType = UNSET
 
 
-def usage(prompt: int, completion: int, cached: int) -> Usage:
-    """`usage` from its three numbers; `cached` is a part of `prompt`."""
-    return Usage(prompt, completion, prompt + completion, PromptDetails(cached))
+def usage(prompt: int, completion: int, cached: int, reasoning: int = 0, drafted: int = 0, accepted: int = 0) -> Usage:
+    """`usage` from its numbers; `cached` is a part of `prompt`, and `reasoning`, sent unless 0, of `completion`; so is
+    `accepted`, of the tokens `drafted`, sent where there were any."""
+    details = CompletionDetails(reasoning) if reasoning or drafted else UNSET
+    if drafted:
+        details.accepted_prediction_tokens, details.rejected_prediction_tokens = accepted, drafted - accepted
+    return Usage(prompt, completion, prompt + completion, PromptDetails(cached), details)
+
+
+def drafts_of(numbers: Usage) -> tuple[int, int]:
+    """(drafted, accepted) as `usage` was given them."""
+    details = numbers.completion_tokens_details
+    if details is UNSET or details.accepted_prediction_tokens is UNSET:
+        return 0, 0
+    accepted = details.accepted_prediction_tokens
+    return accepted + details.rejected_prediction_tokens, accepted
 
 
 class TopLogprob(Struct):
@@ -62,12 +84,30 @@ class LegacyLogprobs(Struct):
     text_offset: list[int]
 
 
+class CalledFunction(Struct):
+    """`function` of a tool call; `arguments` is JSON as text."""
+
+    name: str
+    arguments: str
+
+
+class MessageCall(Struct):
+    """`choices[].message.tool_calls[]`."""
+
+    id: str
+    function: CalledFunction
+    type: str = "function"
+
+
 class Message(Struct):
-    """`choices[].message`."""
+    """`choices[].message`. The reasoning goes by both names that clients read."""
 
     content: str | None
     role: str = "assistant"
     refusal: None = None
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    tool_calls: list[MessageCall] | UnsetType = UNSET
 
 
 class ChatChoice(Struct):
@@ -81,11 +121,30 @@ class ChatChoice(Struct):
     token_ids: list[int] | UnsetType = UNSET
 
 
+class FunctionDelta(Struct):
+    """`function` of a tool call's part: the name in the first one only."""
+
+    arguments: str
+    name: str | UnsetType = UNSET
+
+
+class ToolCallDelta(Struct):
+    """`choices[].delta.tool_calls[]`: id and type in the first part of a call only."""
+
+    index: int
+    function: FunctionDelta
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+
+
 class Delta(Struct):
     """What a chat chunk adds."""
 
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
 class ChunkChoice(Struct):

@@ -27,19 +27,26 @@ class Utf8Stream:
 class Detokenizer:
     """The text of one growing sequence of tokens.
 
-    skip_special: control tokens leave no text.
+    skip_special: control tokens leave no text, but those of `shown`.
     at_start: the tokens begin a text, so that the space which some tokenizers put before every text is taken off.
     Tokens that continue a prompt keep it: there it is the space between two words.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special: bool = True, at_start: bool = False):
-        self._tokenizer, self._skip_special = tokenizer, skip_special
+    def __init__(self, tokenizer: Tokenizer, skip_special: bool = True, at_start: bool = False,
+                 shown: frozenset[int] = frozenset()):
+        self._tokenizer, self._skip_special, self._shown = tokenizer, skip_special, shown
         self._strip = at_start and tokenizer.strip_leading_space
         self._stream = Utf8Stream()
 
     def push(self, ids: Iterable[int]) -> str:
         """The characters that these tokens complete."""
-        return self._clean(self._stream.push(self._tokenizer.join_bytes(ids, self._skip_special)))
+        skips = self._skip_special
+        if self._shown:
+            ids = [int(id) for id in ids]
+            if not self._shown.isdisjoint(ids):
+                hidden = self._tokenizer.special_ids if skips else ()
+                ids, skips = [id for id in ids if id in self._shown or id not in hidden], False
+        return self._clean(self._stream.push(self._tokenizer.join_bytes(ids, skips)))
 
     def flush(self) -> str:
         """What is left at the end of the sequence."""

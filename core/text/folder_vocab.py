@@ -49,7 +49,8 @@ def _vocab_of(folder: Path, library: Library) -> Vocab:
         spelling=spelling, strip_leading_space=strip, bos_id=bos, eos_ids=eos,
         add_bos=_adds(settings, "add_bos_token", library, bos, 0),
         add_eos=_adds(settings, "add_eos_token", library, eos[0] if eos else None, -1),
-        chat_template=_template(folder, settings), special_texts=names)
+        chat_template=_template(folder, settings), special_texts=names,
+        tool_template=_named_template(settings, "tool_use"))
 
 
 def _json(path: Path) -> dict[str, Any]:
@@ -125,8 +126,14 @@ def _template(folder: Path, settings: dict[str, Any]) -> str | None:
             return read_text(path, MAX_TEMPLATE) or None
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{path}: {error}") from error
+    return _named_template(settings, "default")
+
+
+def _named_template(settings: dict[str, Any], name: str) -> str | None:
+    """One of several templates; a model's only one is "default"."""
     template = settings.get("chat_template")
     if isinstance(template, list):
-        template = {entry.get("name"): entry.get("template") for entry in template
-                    if isinstance(entry, dict)}.get("default")
+        template = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}.get(name)
+    elif name != "default":
+        return None
     return template if isinstance(template, str) and template else None

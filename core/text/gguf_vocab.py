@@ -50,6 +50,7 @@ def gguf_vocab(metadata: dict[str, Any]) -> Vocab:
         strip_leading_space=space and _flag(metadata, "add_space_prefix", True),
         add_bos=_flag(metadata, "add_bos_token", add_bos), add_eos=_flag(metadata, "add_eos_token", False),
         chat_template=_word(metadata, "tokenizer.chat_template") or None,
+        tool_template=_word(metadata, "tokenizer.chat_template.tool_use") or None,
         special_texts={name: tokens[i] for name, i in _named_ids(metadata, len(tokens)).items()})
 
 

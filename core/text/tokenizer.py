@@ -52,7 +52,7 @@ def byte_characters() -> dict[int, int]:
 class Tokenizer:
     """Encodes and decodes. Ids are int32 numpy arrays going out, any sequence of integers coming in.
 
-    bos_id, eos_ids, special_ids, add_bos, add_eos, chat_template, special_texts: see `Vocab`.
+    bos_id, eos_ids, special_ids, add_bos, add_eos, chat_template, tool_template, special_texts: see `Vocab`.
     """
 
     def __init__(self, vocab: Vocab):
@@ -62,6 +62,7 @@ class Tokenizer:
         self.add_bos = vocab.add_bos and vocab.bos_id is not None
         self.add_eos = vocab.add_eos and bool(vocab.eos_ids)
         self.chat_template, self.special_texts = vocab.chat_template, vocab.special_texts
+        self.tool_template = vocab.tool_template
         self.strip_leading_space = vocab.strip_leading_space
 
     def prepare(self) -> None:

@@ -27,6 +27,7 @@ class Vocab:
     special:  ids that are control tokens: never made from ordinary text, and left out of decoded text.
     spelling: how `texts` stand for bytes: "bytes" (GPT-2's map of bytes to characters) or "spm" (U+2581 is a space,
               <0xNN> a byte).
+    tool_template: the chat template for conversations with tools, where the model has two.
     strip_leading_space: the model puts a space before every text, so that a decoded text loses one at its start.
     """
 
@@ -42,3 +43,4 @@ class Vocab:
     add_eos: bool
     chat_template: str | None
     special_texts: dict[str, str]
+    tool_template: str | None = None

@@ -85,6 +85,13 @@ class Checkpoint:
         """How many tensors are stored in each format, the most frequent first."""
         return dict(Counter(p.dtype for p in self._places.values()).most_common())
 
+    def census(self) -> Counter[str]:
+        """How many weights are stored in each format."""
+        found: Counter[str] = Counter()
+        for place in self._places.values():
+            found[place.dtype] += math.prod(place.shape)
+        return found
+
     def tensor(self, name: str) -> RawTensor:
         """The tensor's bytes, a view of the file except where rows must be put in order. Raises `CheckpointError`, also
         for scales beside it that are no numbers."""

@@ -51,7 +51,10 @@ def parse_json(text: bytes, what: str) -> dict[str, Any]:
     except CheckpointError:
         raise
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{what} is not valid JSON: {str(error)[:200]}") from error
+        why = str(error)[:200]
+        if "int_max_str_digits" in why:
+            why = "it has a number of thousands of digits"
+        raise CheckpointError(f"{what} is not valid JSON: {why}") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{what} must be a JSON object, not a {type(value).__name__}")
     return value

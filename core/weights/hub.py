@@ -161,6 +161,15 @@ def _bar(progress: Progress) -> type:
     return Bar
 
 
+def delete(repo_id: str) -> int:
+    """Delete all of a repository from the hub's cache; the bytes that were freed."""
+    import huggingface_hub
+    hashes = [found.commit_hash for repo in _scan() if repo.repo_id == repo_id for found in repo.revisions]
+    plan = huggingface_hub.scan_cache_dir().delete_revisions(*hashes)
+    plan.execute()
+    return plan.expected_freed_size
+
+
 def cached() -> list[tuple[str, int, Path]]:
     """Models in the hub's cache: id, bytes, folder."""
     return sorted((repo.repo_id, repo.size_on_disk, Path(repo.repo_path)) for repo in _scan())

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from ..env import cache_dir
 from ..errors import CheckpointError, ConfigError, cut
 from ..files import is_there, named_path
+from ..suggest import suggest
 from . import hub, wheels
 from .wheels import KNOWN, Progress
 
@@ -71,6 +72,23 @@ def resolve_model(name: str | None = None, revision: str | None = None, progress
     return hub.fetch(hub_name, revision, progress)
 
 
+def resolve_adapter(name: str, progress: Progress | None = None) -> Path:
+    """The folder of an adapter, by its path or hub id; downloads what is not here yet. Raises `CheckpointError`."""
+    found = find_adapter(name)
+    return hub.fetch(hub.parse_name(name), None, progress) if found is None else found
+
+
+def find_adapter(name: str) -> Path | None:
+    """The folder of an adapter that is named by its path, None for a hub id. Raises `CheckpointError` for neither."""
+    path = named_path(name)
+    if name and is_there(path):
+        return path
+    if _looks_like_path(name) or hub.parse_name(name) is None:
+        raise CheckpointError(f"{cut(name, MAX_QUOTED)!r}: no such folder (from {Path.cwd()}), and no hub id of "
+                              "the form owner/repo")
+    return None
+
+
 def find_model(name: str | None = None) -> Path | None:
     """The path of a model if it is on this machine, None if it would have to be downloaded.
 
@@ -99,6 +117,35 @@ def _looks_like_path(name: str) -> bool:
 
 def _silent(stage: str, done: int, total: int | None) -> None:
     pass
+
+
+def find_downloaded(name: str) -> ModelEntry:
+    """The downloaded model of that name. Raises `CheckpointError` for what is none: a file of one's own is not deleted
+    by its path, and of a model that is not here there is nothing to delete."""
+    entries = list_models()
+    for entry in entries:
+        if entry.name.lower() == name.lower():
+            if entry.path is None:
+                raise CheckpointError(f"{entry.name} is not on this machine")
+            return entry
+    quoted = repr(cut(name, MAX_QUOTED))
+    if is_there(named_path(name)):
+        raise CheckpointError(f"{quoted} is a file or folder of your own, no download: delete it yourself")
+    here = [entry.name for entry in entries if entry.path]
+    raise CheckpointError(f"there is no downloaded model {quoted}{suggest(name, here)}; there are: "
+                          f"{', '.join(here) or 'none'}")
+
+
+def delete_model(entry: ModelEntry) -> int:
+    """Delete the files of a model that `find_downloaded` gave; the bytes that are free now.
+
+    Raises `CheckpointError` when the system refuses.
+    """
+    try:
+        return hub.delete(entry.name) if entry.source == "hub" else wheels.delete(KNOWN[entry.name],
+                                                                                  cache_dir() / "models")
+    except OSError as error:
+        raise CheckpointError(f"{entry.name} cannot be deleted: {error.strerror or error} ({error.filename})") from None
 
 
 def list_models() -> list[ModelEntry]:

@@ -88,6 +88,15 @@ def fetch(model: WheelModel, root: Path, progress: Progress) -> Path:
     return target
 
 
+def delete(model: WheelModel, root: Path) -> int:
+    """Delete the model's file and its folder under `root`; the bytes that were freed."""
+    target = model.path(root)
+    size = target.stat().st_size
+    target.unlink()
+    shutil.rmtree(target.parent, ignore_errors=True)
+    return size
+
+
 def _complete(target: Path, model: WheelModel) -> bool:
     # The content was checked before the file got its name.
     return target.is_file() and target.stat().st_size == model.size

@@ -109,15 +109,16 @@ class Captured:
         return self.output, self.inputs
 
 
-def idle_batch(bucket: Bucket) -> Batch:
-    """Padding alone: every array of the bucket's sizes, token i of row i, or of the last row."""
+def idle_batch(bucket: Bucket, adapted: bool = False) -> Batch:
+    """Padding alone: every array of the bucket's sizes, token i of row i, or of the last row. adapted: with adapters,
+    that is with none."""
     tokens, rows, logits = bucket.tokens, bucket.rows, bucket.logits
     zeros = {name: np.zeros(size, np.int32) for name, size in (
         ("tokens", tokens), ("positions", tokens), ("slots", tokens), ("seqs", rows), ("starts", rows + 1),
         ("lengths", rows), ("logit_rows", logits))}
     return Batch(**zeros, rows=np.minimum(np.arange(tokens, dtype=np.int32), rows - 1),
                  pages=np.zeros((rows, bucket.pages), np.int32), targets=np.full(logits, -2, np.int32),
-                 sampling=Sampling())
+                 sampling=Sampling(), adapters=zeros["tokens"] if adapted else None)
 
 
 def capture(make: Callable[[], Graph], device: Device, run: Callable[[View, Any], tuple[Any, torch.Tensor]],

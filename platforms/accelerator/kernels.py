@@ -59,9 +59,13 @@ class Kernels:
         key = (spec, q.dtype, q.shape[1:], cache.kv.dtype, cache.kv.shape[2:])
         if key not in self._chosen:
             made = (make(q, cache, spec) for make in self.makers)
-            self._chosen[key] = next((backend for backend in made if backend is not None), None) or next(
-                backend for backend in self.backends if self.takes(backend, q, cache, spec))
+            self._chosen[key] = next((backend for backend in made if backend is not None), None) or (
+                self.plain_backend(q, cache, spec))
         return self._chosen[key]
+
+    def plain_backend(self, q: torch.Tensor, cache: LayerCache, spec: AttentionSpec) -> Backend:
+        """The first of `backends` that takes the case, the makers not asked."""
+        return next(backend for backend in self.backends if self.takes(backend, q, cache, spec))
 
     def takes(self, backend: Backend, q: torch.Tensor, cache: LayerCache, spec: AttentionSpec) -> bool:
         return True

@@ -113,7 +113,8 @@ class Experts:
     held: range | None = None
 
     def __str__(self) -> str:
-        return f"{len(next(iter(vars(self.weight).values())))} experts, {self.weight}"
+        counted = getattr(self.weight, "experts", None)  # else the first axis of its values
+        return f"{counted or len(next(iter(vars(self.weight).values())))} experts, {self.weight}"
 
 
 Leaf = Vector | Dense | Groups | Experts

@@ -107,7 +107,7 @@ class Step:
             view.fed = runtime.staging.feed(host)
             output, inputs = self._run(state, view, None)
             owners = view.fed["owners"]
-            self._consider(state, view.decode)
+            self._consider(state, view.decode, batch.adapters is not None)
         if isinstance(output, Logits):
             self._sample(launched, state, batch, output.values, inputs, owners)
         else:
@@ -118,6 +118,8 @@ class Step:
         batch = view.host
         host = {name: getattr(batch, name) for name in MOVED}
         host["owners"] = batch.seqs[batch.rows]
+        if batch.adapters is not None:
+            host["adapters"] = batch.adapters
         return host | {name: backend.plan(view, name) for name, backend in self.wanted[view.decode].items()}
 
     def _run(self, state: State, view: View, pieces: Any) -> tuple[Any, torch.Tensor]:
@@ -153,8 +155,8 @@ class Step:
 
     # ---- graphs
 
-    def _consider(self, state: State, decode: bool) -> None:
-        """Have a graph captured, once for a state, now or in the background."""
+    def _consider(self, state: State, decode: bool, adapted: bool) -> None:
+        """Have a graph captured, once for a state, now or in the background. adapted: its batches name adapters."""
         before, launches = self.launches.get(decode, (None, 0))
         launches = launches + 1 if before is not None and before() is state else 1
         self.launches[decode] = ref(state), launches
@@ -166,13 +168,13 @@ class Step:
             return
         self.graphs.pop(decode, None)
         if self.runtime.background is None:
-            self._capture(state, decode)
+            self._capture(state, decode, adapted)
         else:
-            self.runtime.background.submit(self._capture, state, decode)
+            self.runtime.background.submit(self._capture, state, decode, adapted)
 
-    def _capture(self, state: State, decode: bool) -> None:
+    def _capture(self, state: State, decode: bool, adapted: bool) -> None:
         runtime, bucket = self.runtime, self.bucket
-        view = View(idle_batch(bucket), {}, bucket, state.spec.page_size, decode)
+        view = View(idle_batch(bucket, adapted), {}, bucket, state.spec.page_size, decode)
         used = tuple(self.used)
         whole = used if decode and all(b.whole(bucket, view.page_size) is None for b in used) else None
         try:

@@ -62,7 +62,8 @@ class Ops:
             last = state.last[torch.from_numpy(batch.seqs[batch.rows])]
             tokens = torch.where(tokens < 0, last, tokens)
         self.host = batch
-        self.batch = batch._replace(tokens=tokens, logit_rows=torch.from_numpy(batch.logit_rows))
+        adapters = None if batch.adapters is None else torch.from_numpy(batch.adapters)
+        self.batch = batch._replace(tokens=tokens, logit_rows=torch.from_numpy(batch.logit_rows), adapters=adapters)
 
     def embed(self, ids: torch.Tensor, weight: Table) -> torch.Tensor:
         return weight.rows(ids)

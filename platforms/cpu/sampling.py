@@ -99,19 +99,20 @@ def choose(logits: torch.Tensor, targets: np.ndarray, sampling: Sampling) -> np.
 class Rows:
     """Parameters of some rows, [R, 1] tensors with their neutral values where a parameter is off."""
 
-    def __init__(self, uniform: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor) -> None:
-        self.uniform, self.top_k, self.top_p, self.min_p = uniform, top_k, top_p, min_p
+    def __init__(self, temperature: torch.Tensor, uniform: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor,
+                 min_p: torch.Tensor) -> None:
+        self.temperature, self.uniform, self.top_k, self.top_p, self.min_p = temperature, uniform, top_k, top_p, min_p
 
     @classmethod
     def of(cls, sampling: Sampling, rows: np.ndarray) -> Rows:
         def column(values: np.ndarray | None, off: float) -> torch.Tensor:
             part = np.full(len(rows), off) if values is None else values[rows].astype(np.float64)
             return torch.from_numpy(part)[:, None]
-        return cls(column(sampling.uniform, 0), column(sampling.top_k, 0), column(sampling.top_p, 1),
-                   column(sampling.min_p, 0))
+        return cls(column(sampling.temperature, 1), column(sampling.uniform, 0), column(sampling.top_k, 0),
+                   column(sampling.top_p, 1), column(sampling.min_p, 0))
 
     def __getitem__(self, rows: torch.Tensor) -> Rows:
-        return Rows(self.uniform[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows])
+        return Rows(self.temperature[rows], self.uniform[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows])
 
 
 def weigh(logits: torch.Tensor, rows: np.ndarray, sampling: Sampling) -> tuple[torch.Tensor, torch.Tensor]:
@@ -136,27 +137,44 @@ def draw_from_best(logits: torch.Tensor, weights: torch.Tensor, rows: Rows) -> n
     tokens, settled = cut_and_draw(logits, weights, rows, min(CANDIDATES, logits.shape[1]))
     if not settled.all():
         rest = torch.from_numpy(np.flatnonzero(~settled))
-        tokens[rest.numpy()] = cut_and_draw(logits[rest], weights[rest], rows[rest], logits.shape[1])[0]
+        tokens[rest.numpy()] = sort_and_draw(logits[rest], weights[rest], rows[rest])
     return tokens
+
+
+def kept_of(weights: torch.Tensor, total: torch.Tensor, rows: Rows) -> torch.Tensor:
+    """Which of the largest weights [R, n], in order, top-k, top-p and min-p keep. total: of all weights [R, 1]."""
+    limited = rows.top_k > 0
+    inside = ~limited | (torch.arange(weights.shape[1]) < rows.top_k)
+    considered = torch.where(inside, weights, 0)
+    total = torch.where(limited, considered.sum(1, keepdim=True), total)
+    before = considered.cumsum(1) - considered
+    kept = inside & ((before < rows.top_p * total) | (rows.top_p >= 1)) & (weights >= rows.min_p)
+    kept[:, 0] = True
+    return kept
 
 
 def cut_and_draw(logits: torch.Tensor, weights: torch.Tensor, rows: Rows, count: int) -> tuple[np.ndarray, np.ndarray]:
     """Tokens, and whether the `count` best were enough: the kept ones end above the last of them, or that is all."""
     values, ids = best(logits, count)
-    weights_best = weights.gather(1, ids).double()
-    place = torch.arange(count)
-    limited = rows.top_k > 0
-    inside = ~limited | (place < rows.top_k)
-    considered = torch.where(inside, weights_best, 0)
-    total = torch.where(limited, considered.sum(1, keepdim=True), weights.sum(1, keepdim=True, dtype=torch.float64))
-    before = considered.cumsum(1) - considered
-    kept = inside & ((before < rows.top_p * total) | (rows.top_p >= 1)) & (weights_best >= rows.min_p)
-    kept[:, 0] = True
+    some = weights.gather(1, ids).double()
+    kept = kept_of(some, weights.sum(1, keepdim=True, dtype=torch.float64), rows)
     last = values.gather(1, kept.sum(1, keepdim=True) - 1)
-    settled = (last > values[:, -1:]) if count < logits.shape[1] else torch.ones_like(limited)
+    settled = (last > values[:, -1:]) if count < logits.shape[1] else torch.ones_like(last, dtype=torch.bool)
     ids, order = ids.sort(dim=1)
-    drawn = invert(torch.where(kept, weights_best, 0).gather(1, order), rows.uniform)
+    drawn = invert(torch.where(kept, some, 0).gather(1, order), rows.uniform)
     return ids.gather(1, drawn[:, None])[:, 0].numpy(), settled[:, 0].numpy()
+
+
+def sort_and_draw(logits: torch.Tensor, weights: torch.Tensor, rows: Rows) -> np.ndarray:
+    """Tokens from all logits. Values are sorted without their ids, which is many times as fast: what is kept are those
+    above the last kept value, and the first of its equals."""
+    values = torch.from_numpy(np.sort(logits.numpy(), axis=1)[:, ::-1].copy())
+    ordered = (values - values[:, :1]).div_(rows.temperature.float()).exp_().nan_to_num_(0).double()
+    count = kept_of(ordered, ordered.sum(1, keepdim=True), rows).sum(1, keepdim=True)
+    last = values.gather(1, count - 1)
+    above, equal = logits > last, logits == last
+    kept = above | (equal & (equal.cumsum(1) <= count - above.sum(1, keepdim=True)))
+    return invert(torch.where(kept, weights, 0), rows.uniform).numpy()
 
 
 def invert(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -16,8 +18,9 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from ...core.platform import AttentionSpec, Batch, Bucket, Sampling
+from ...core.platform import AttentionSpec, Batch, Bucket
 from ..accelerator.attention import View
+from ..accelerator.attention_trial import reason_against
 from ..accelerator.cache import LayerCache
 from ..accelerator.device import Device
 from .flashinfer_library import Case, Limits
@@ -141,15 +144,6 @@ class FlashInfer:
             planned.plan(view.host, qo_indptr=starts, paged_kv_indptr=indptr, paged_kv_indices=indices,
                          paged_kv_last_page_len=last, head_dim_qk=case.head_dim, causal=True, **case.arguments())
 
-    def lone_token(self, decode: bool) -> View:
-        """A step of one token, in page 0."""
-        one, zero = np.ones(1, np.int32), np.zeros(1, np.int32)
-        batch = Batch(tokens=zero, positions=zero, slots=zero, rows=zero, seqs=zero,
-                      starts=np.arange(2, dtype=np.int32), lengths=one, pages=zero[:, None], logit_rows=zero,
-                      targets=zero, sampling=Sampling())
-        lengths, pages = (torch.from_numpy(part).to(self.device.torch) for part in (one, zero))
-        return View(batch, {"lengths": lengths, self.pages: pages}, None, self.case.page_size, decode)
-
     def _prefill_wrapper(self) -> Any:
         return self.library.BatchPrefillWithPagedKVCacheWrapper(
             float_workspace_buffer=self.scratch.eager(), kv_layout="NHD")
@@ -182,9 +176,11 @@ def padded(out: torch.Tensor, tokens: int) -> torch.Tensor:
 class FlashInferFirst:
     """Makes the attention of a case, or says why it does not: `reasons` by case."""
 
-    def __init__(self, library: ModuleType, device: Device, limits: Limits | None = None) -> None:
+    def __init__(self, library: ModuleType, device: Device, limits: Limits | None = None,
+                 within: Callable[[], AbstractContextManager[object]] = nullcontext) -> None:
+        """within: what a trial is made within."""
         self.name = f"FlashInfer {library.__version__}"
-        self.library, self.device, self.limits = library, device, limits or Limits()
+        self.library, self.device, self.limits, self.within = library, device, limits or Limits(), within
         self.scratch = Scratch(device)
         self.reasons: dict[Case, str] = {}
 
@@ -193,22 +189,24 @@ class FlashInferFirst:
         reason = self.limits.reason_against(case)
         if reason is None:
             backend = FlashInfer(self.library, self.device, case, self.scratch)
-            reason = self._try(backend, cache)
+            reason = self._try(backend, q, cache)
             if reason is None:
                 return backend
         self.reasons[case] = reason
         log.info("attention is not FlashInfer's: %s", reason)
         return None
 
-    def _try(self, backend: FlashInfer, cache: LayerCache) -> str | None:
-        """Attend one token of page 0 as a decode step and as a prefill: this builds the kernels, where they do not
-        come built, so that a compiler which is missing, or an architecture, tells before a request depends on it."""
-        case = backend.case
-        q = torch.zeros((1, case.heads, case.head_dim), dtype=case.dtype, device=cache.kv.device)
+    def _try(self, backend: FlashInfer, q: torch.Tensor, cache: LayerCache) -> str | None:
+        """A decode step and a mixed one beside the composed path. This builds the kernels too, where they do not come
+        built, so that a compiler which is missing, or an architecture, tells before a request depends on it."""
+        spec = backend.case.spec
         try:
-            for decode in (True, False):
-                backend.attend(q, cache, backend.lone_token(decode), case.spec)
-            self.device.wait()
+            with self.within():
+                for decode in (True, False):
+                    reason = reason_against(lambda *step: backend.attend(*step, spec), backend, q, cache, spec, decode,
+                                            self.device)
+                    if reason is not None:
+                        return f"{'decode' if decode else 'prefill'}: {reason}"
         except Exception as error:  # whatever a build or a launch raises is the reason
             return f"{type(error).__name__}: {error}"[:300]
         return None

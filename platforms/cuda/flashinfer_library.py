@@ -1,11 +1,10 @@
-"""FlashInfer as it is installed, and what it takes.
-
-Attention alone is called. Its samplers draw by themselves, where a draw here comes from the request's own uniform
-number (`plan.Sampling`); its products and fused experts want weights in orders of their own, which nothing but a device
-can show to be right.
-"""
+"""FlashInfer as it is installed, and which attention it takes. Products and experts: `flashinfer_products.py` and
+`flashinfer_experts.py`."""
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -17,6 +16,7 @@ from ...core.platform import AttentionSpec, Unavailable
 from ..accelerator.cache import LayerCache
 
 NAME, BUILT = "flashinfer", "flashinfer_jit_cache"
+NO_COMPILER = "FLASHINFER_DISABLE_JIT"  # read at each build
 MODES = ("auto", "build", "off")  # auto: where its kernels come built
 HALVES = (torch.bfloat16, torch.float16)
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -37,6 +37,20 @@ def chosen(mode: str) -> ModuleType | str:
         return import_module(NAME)
     except Exception as error:  # whatever its start-up raises: a wrong torch, a missing compiler, a missing device
         return f"cannot be imported: {type(error).__name__}: {error}"[:300]
+
+
+@contextmanager
+def nothing_compiled() -> Iterator[None]:
+    """Within the block FlashInfer raises where it would compile a kernel, which takes minutes."""
+    before = os.environ.get(NO_COMPILER)
+    os.environ[NO_COMPILER] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[NO_COMPILER]
+        else:
+            os.environ[NO_COMPILER] = before
 
 
 @dataclass(frozen=True)

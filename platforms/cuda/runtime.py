@@ -48,7 +48,11 @@ class CudaPlatform(AcceleratorPlatform):
         return cuda_graphs(device)
 
     def kernels(self, device: Device) -> Kernels:
-        return make_kernels(device, self.narrow(), self.options.get("flashinfer", "auto"))
+        return make_kernels(device, self.narrow(), self.options.get("flashinfer", "auto"), self.buckets.tokens,
+                            lambda: self.graphs_wanted(device))
+
+    def graphs_wanted(self, device: Device) -> Callable[[], Graph] | str:
+        return "turned off by an option" if self.options.get("graphs") == "off" else self.graphs(device)
 
     def narrow(self) -> bool | None:
         """Whether activations of 8-bit weights are quantized, None = as the checkpoint was made for. Raises

@@ -106,6 +106,8 @@ class Step:
         sizes, host = plan_arrays(batch, state.spec.page_size)
         host |= {name: getattr(batch, name) for name in MOVED}
         host["owners"] = batch.seqs[batch.rows]
+        if batch.adapters is not None:
+            host["adapters"] = batch.adapters
         fed = {name: mx.array(value) for name, value in host.items()}
         trace = self._trace(sizes, state.spec.page_size, tuple(value.shape for value in host.values()))
         values, inputs, caches = trace.call(state.caches, state.last, fed)

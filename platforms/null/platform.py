@@ -2,7 +2,7 @@
 
 Its "model" is a hash: the next token is a function of every token in the row's context, read back through the page
 table. A page that was lost, shared wrongly or overwritten therefore changes the text, and `next_token` says what is
-right. It also checks every number of a batch. Options: check=0 skips the checks and answers in constant time;
+right. It also checks every number of a batch. Options: check=0: no checks, and a token depends on its place alone;
 delay_ms=5 makes each step take that long; lacks=logprobs+penalties leaves features out.
 """
 from __future__ import annotations
@@ -77,6 +77,9 @@ class Launched:
         return self._future.result()
 
 
+SPREAD = 48_271  # a prime: neighbouring places have different tokens
+
+
 def _number(options: Mapping[str, str], name: str, default: int) -> int:
     value = options.get(name, str(default))
     if not value.isdecimal() or len(value) > 9:
@@ -140,7 +143,8 @@ class Platform:
     def _constant(self, state: State, batch: Batch, bucket: Bucket | None) -> StepResult:
         if self._delay:
             time.sleep(self._delay)
-        tokens = np.where(batch.targets < 0, 1, batch.targets).astype(np.int32)
+        spread = batch.positions[batch.logit_rows].astype(np.int64) * SPREAD % self._vocab
+        tokens = np.where(batch.targets < 0, spread, batch.targets).astype(np.int32)
         if batch.sampling.mask is not None:
             tokens[batch.sampling.mask.rows] = allowed_tokens(batch.sampling.mask).argmax(1)
         return self._result(tokens, batch)
@@ -214,6 +218,11 @@ def check_batch(batch: Batch, page_size: int, bucket: Bucket | None) -> None:
     beyond = np.arange(batch.pages.shape[1]) >= used[:, None]
     assert ((batch.pages > 0) | beyond).all(), "the page table is shorter than a row's length"
     assert not (batch.pages * beyond).any(), "the page table is longer than a row's length"
+    if batch.adapters is not None:
+        owners = batch.adapters[batch.starts[:rows]]
+        assert len(batch.adapters) == len(batch.tokens) and owners.any(), "adapters are named though no row has one"
+        assert (batch.adapters[:real] == owners[batch.rows[:real]]).all(), "tokens of one row have different adapters"
+        assert (batch.adapters >= 0).all() and not batch.adapters[real:].any(), "a padding token has an adapter"
     wanted = batch.targets != -2
     assert (batch.logit_rows[wanted] < real).all(), "logits of a padding token are wanted"
     if bucket is not None:

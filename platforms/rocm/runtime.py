@@ -18,7 +18,7 @@ class RocmPlatform(CudaPlatform):
 
     name = "rocm"
     unusable = "AMD GPU: look at `rocminfo`, and whether HIP_VISIBLE_DEVICES hides it"
-    options_known = (*AcceleratorPlatform.options_known, "activations")
+    options_known = (*AcceleratorPlatform.options_known, "activations", "aiter")
 
     def check(self, capability: tuple[int, int]) -> None:
         """torch was built for the architectures that it lists; all of those compute in bf16."""
@@ -31,4 +31,5 @@ class RocmPlatform(CudaPlatform):
                 "lanes of a wave": str(getattr(facts, "warp_size", "unknown"))}
 
     def kernels(self, device: Device) -> Kernels:
-        return make_kernels(device, self.narrow())
+        return make_kernels(device, self.narrow(), self.options.get("aiter", "auto"), self.buckets.tokens,
+                            lambda: self.graphs_wanted(device))

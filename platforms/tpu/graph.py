@@ -47,7 +47,8 @@ def unpack(packed: jax.Array, layout: Layout) -> dict[str, jax.Array]:
 
 def pack_batch(batch: Batch) -> tuple[np.ndarray, Layout]:
     """All but sampling."""
-    return pack({name: getattr(batch, name).astype(np.int32, copy=False) for name in TOKENS})
+    names = TOKENS if batch.adapters is None else (*TOKENS, "adapters")
+    return pack({name: getattr(batch, name).astype(np.int32, copy=False) for name in names})
 
 
 def pack_sampling(batch: Batch) -> tuple[np.ndarray, Layout]:

@@ -50,6 +50,10 @@ class Kept:
             values, scale = quantize_static(x, self.matrix.codes.dtype, self.x_scale)
         return linear(values, self.matrix, bias, tile, x_scale=scale, dtype=x.dtype)
 
+    @property
+    def experts(self) -> int:
+        return self.matrix.experts
+
     def __str__(self) -> str:
         return self.label
 

@@ -87,6 +87,7 @@ class Driver:
         random.Random(0).shuffle(self.free)
         self.tables: dict[int, list[int]] = {}
         self.lengths: dict[int, int] = {}
+        self.adapters: dict[int, int] = {}  # of sequence slots; with none, no batch has any
 
     def logits(self, *work: Work) -> list[np.ndarray]:
         """Run one step with new tokens for some sequence slots; logits [new tokens, V] of each, in order of `work`."""
@@ -150,7 +151,8 @@ class Driver:
         for row, table in zip(pages, tables, strict=True):
             row[:len(table)] = table
         wanted = np.arange(starts[-1]) if every else starts[1:] - 1
+        owners = np.repeat([self.adapters.get(seq, 0) for seq, _ in work], counts).astype(np.int32)
         return Batch(*(np.asarray(a, np.int32) for a in (
             np.concatenate([list(tokens) for _, tokens in work]), np.concatenate(positions), np.concatenate(slots),
             np.repeat(np.arange(len(work)), counts), [seq for seq, _ in work], starts, lengths, pages, wanted,
-            np.full(len(wanted), -1))), Sampling())
+            np.full(len(wanted), -1))), Sampling(), owners if self.adapters else None)

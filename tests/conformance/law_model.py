@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from ..core.specs import KV_FORMATS
+from . import adapted
 from .case import Case, Context, Needs, Wrong
 from .compare import check_values
 from .driver import Driver, Model
@@ -177,6 +178,12 @@ def cases() -> Iterator[Case]:
                 yield Case(f"model[{kind},{name},{dtype}]", "model", kind, needs,
                            lambda context, check=check, kind=kind, dtype=dtype: check(context, kind, dtype),
                            LOGITS_NMSE[dtype])
+    for kind in adapted.KINDS:
+        for dtype in in_dtypes(kind, DTYPES):
+            yield Case(f"model[{kind},adapters,{dtype}]", "model", kind,
+                       Needs(dtype, features=("adapters", *MODEL_FEATURES.get(kind, ()))),
+                       lambda context, kind=kind, dtype=dtype: adapted.mixed(context, kind, dtype),
+                       adapted.tolerance(dtype))
     for dtype in DTYPES:
         for kv in KV_FORMATS:
             if kv != dtype:

@@ -49,7 +49,7 @@ class Bench:
         self.core = EngineCore(Config(
             ModelSettings(str(tiny_model(KIND, context.seed)), dtype=SETTING[dtype]),
             CacheSettings(self.page, f"{pages * spec.page_bytes()}B", cached),
-            SchedulerSettings(max_running_requests=4, chunked_prefill_size=chunk or 2 * self.page + 3)),
+            scheduler=SchedulerSettings(max_running_requests=4, chunked_prefill_size=chunk or 2 * self.page + 3)),
             clock=lambda: 0.0, platform=self.device)
         self.core.cache.pool.strict = True
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 
@@ -33,6 +34,14 @@ def _reference(kind: str, seed: int) -> Model:
 def _logits(kind: str, seed: int, tokens: tuple[int, ...]) -> np.ndarray:
     pages = -(-len(tokens) // 16) + 1
     return Driver(_reference(kind, seed), pages=pages, seqs=2).logits((1, tokens))[0]
+
+
+@functools.lru_cache(64)
+def right_of(folder: Path, tokens: tuple[int, ...]) -> np.ndarray:
+    """Of the model in a folder, [tokens, V] float64."""
+    platform = load_platform("reference")
+    model = Model(platform, platform.probe(), folder, "f64", 16)
+    return Driver(model, pages=-(-len(tokens) // 16) + 1, seqs=2).logits((1, tokens))[0]
 
 
 def right(context: Context, kind: str, tokens: Sequence[int]) -> np.ndarray:

@@ -160,11 +160,16 @@ def _root() -> Path:
     return root
 
 
+def folder_of(name: str) -> Path:
+    """A new folder for as long as this process runs."""
+    (_root() / name).mkdir()
+    return _root() / name
+
+
 @functools.cache
 def tiny_model(kind: str, seed: int) -> Path:
     """The folder of the model called `kind` in `KINDS`, with config.json and model.safetensors."""
-    folder = _root() / f"{kind}-{seed}"
-    folder.mkdir()
+    folder = folder_of(f"{kind}-{seed}")
     (folder / "config.json").write_text(json.dumps(config_of(kind)), "utf-8")
     (folder / "model.safetensors").write_bytes(safetensors(weights_of(kind, seed)))
     return folder

@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from .quick import quicken
+
 
 def interpret() -> None:
     """Choose the interpreter and put it right. Raises `RuntimeError` where TRITON_INTERPRET says otherwise, or where
@@ -48,7 +50,8 @@ def _convert(data: np.ndarray, source: Any, target: Any, rounding: Any) -> np.nd
 
 
 def _narrow(kind: Any) -> bool:
-    return kind.scalar.name == "bf16" or kind.scalar.is_fp8()
+    name = kind.scalar.name
+    return name == "bf16" or name[:3] == "fp8"
 
 
 def _refuse_narrow(*values: Any) -> None:
@@ -98,7 +101,7 @@ def _correct() -> None:
     for kind in (interpreter.ReduceOps, interpreter.ScanOps):
         _refuse_in(kind)
     _know_fnuz(interpreter)
-    _quicken(interpreter)
+    quicken(interpreter)
 
 
 def _know_fnuz(interpreter: Any) -> None:
@@ -125,31 +128,6 @@ def _refuse_in(kind: Any) -> None:
         return apply(self, inputs)
 
     kind.apply_impl = apply_impl
-
-
-def _quicken(interpreter: Any) -> None:
-    """Every call of a function within a kernel patches the language anew, which takes half of the time: once will do.
-    """
-    import triton.language as tl
-    patch = interpreter._patch_lang
-    languages = (tl, tl.core)
-
-    def patch_lang(function: Any) -> Any:
-        seen = [lang for lang in function.__globals__.values() if any(lang is one for one in languages)]
-        if seen and not any(tl.core.is_builtin(lang.load) for lang in seen):
-            return interpreter._LangPatchScope()  # the kernel that calls has done it, and restores it
-        return patch(function)
-
-    interpreter._patch_lang = patch_lang
-    look_up, known = interpreter._get_np_dtype, {}
-
-    def np_dtype(kind: Any) -> Any:
-        name = str(kind.scalar)
-        if name not in known:
-            known[name] = look_up(kind)
-        return known[name]
-
-    interpreter._get_np_dtype = np_dtype
 
 
 def _stand_in_for_a_driver() -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from .attention_cases import TOLERANCE, Case, check
 from .interpreter import prepare
 
-COST = 25  # seconds
+COST = 10  # seconds
 DEVICE = prepare()
 from isthmus.platforms.triton_kit import attention_decode, attention_ragged, kv_write, merge, mla  # noqa: E402
 from isthmus.platforms.triton_kit.attention_decode import decode_attention, plan_splits  # noqa: E402

@@ -8,7 +8,7 @@ import torch
 from .attention_cases import TOLERANCE, Case, check
 from .interpreter import prepare
 
-COST = 15  # seconds
+COST = 6  # seconds
 DEVICE = prepare()
 from isthmus.core.platform import AttentionSpec, Batch, Sampling  # noqa: E402
 from isthmus.platforms.accelerator.attention import View  # noqa: E402

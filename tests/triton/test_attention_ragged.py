@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from .attention_cases import TOLERANCE, Case, check
 from .interpreter import prepare
 
-COST = 20  # seconds
+COST = 10  # seconds
 DEVICE = prepare()
 from isthmus.platforms.triton_kit.attention_ragged import (  # noqa: E402
     plan_tiles,

@@ -1,11 +1,16 @@
 """The interpreter's corrections: what it got silently wrong is right or refused."""
 from __future__ import annotations
 
+import itertools
+import math
+
+import numpy as np
 import pytest
 import torch
 
 from .interpreter import prepare
 
+COST = 12  # seconds
 DEVICE = prepare()
 import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
@@ -78,6 +83,71 @@ def test_arithmetic_on_narrow_floats_is_refused(kernel, dtype):
     x, y = torch.ones(16).to(dtype), torch.empty(16, dtype=dtype)
     with pytest.raises(Exception, match="to\\(tl.float32\\)"):
         launch(kernel, (1,), x, y, BLOCK=16)
+
+
+SCALARS = (tl.int1, tl.int8, tl.uint8, tl.int32, tl.uint32, tl.int64, tl.float16, tl.float32, tl.float64, tl.bfloat16,
+           tl.float8e4nv, tl.pointer_type(tl.float32))
+SHAPES = ((), (4,), (2, 4), (2, 1))
+NUMBERS = (0, 1, -1, 300, 2 ** 31, -2 ** 40, 2 ** 63, True, 0.5, float("-inf"), 1e300)
+FLAGS = ((), (True, True), (True, False), (False, False, True, True))
+
+
+def tensors() -> list[tl.tensor]:
+    """One of each kind, of values that differ."""
+    from triton.runtime.interpreter import TensorHandle, _get_np_dtype
+    found = []
+    for scalar, shape in itertools.product(SCALARS, SHAPES):
+        data = (np.arange(1, 1 + math.prod(shape)) % 5).reshape(shape or (1,)).astype(_get_np_dtype(scalar))
+        found.append(tl.tensor(TensorHandle(data, scalar), tl.block_type(scalar, list(shape)) if shape else scalar))
+    return found
+
+
+def outcome(function, *operands) -> list[object]:
+    """Types, shapes and bytes of what Triton's function gives, or its complaint."""
+    from triton.runtime.interpreter import interpreter_semantic
+    try:
+        with np.errstate(all="ignore"):
+            found = function(interpreter_semantic, *operands)
+    except Exception as error:
+        return [type(error), str(error)]
+    return [(x.type.name, x.dtype.name, str(x.shape), x.numel.value, x.handle.dtype.name, x.handle.data.dtype,
+             x.handle.data.shape, x.handle.data.tobytes()) for x in (found if isinstance(found, tuple) else [found])]
+
+
+def semantic() -> type:
+    from triton.runtime.interpreter import TritonSemantic
+    return TritonSemantic
+
+
+@interpreted
+@pytest.mark.parametrize("flags", FLAGS)
+def test_what_is_kept_of_two_types_is_what_triton_works_out(flags):
+    check = semantic().binary_op_type_checking_impl
+    some = [*tensors(), *NUMBERS]
+    for left, right in itertools.product(some, some):
+        expected = outcome(check.__wrapped__, left, right, *flags)
+        for _ in range(2):  # the first keeps it
+            assert outcome(check, left, right, *flags) == expected, (left, right)
+
+
+@interpreted
+@pytest.mark.parametrize("name", ["broadcast_impl_value", "cast"])
+def test_broadcasts_and_casts_are_triton_s(name):
+    quick = getattr(semantic(), name)
+    for left, right in itertools.product(tensors(), tensors() if name != "cast" else SCALARS):
+        assert outcome(quick, left, right) == outcome(quick.__wrapped__, left, right), (left, right)
+
+
+@interpreted
+def test_blocks_of_one_type_are_one_object_and_say_what_triton_s_say():
+    for scalar, shape in itertools.product(SCALARS, filter(None, SHAPES)):
+        one, other = tl.block_type(scalar, list(shape)), tl.block_type(scalar, [tl.constexpr(n) for n in shape])
+        assert one is other and one.shape.values == list(shape) and one.numel == math.prod(shape)
+        assert one.scalar == scalar and one.name == f"<{one.shape}, {scalar}>"
+    for shape in ([], [3]):
+        for _ in range(2):
+            with pytest.raises((TypeError, ValueError)):
+                tl.block_type(tl.int32, shape)
 
 
 def test_a_recorder_sees_each_launch_of_its_thread_and_block():

@@ -11,7 +11,7 @@ DEVICE = prepare()
 from isthmus.platforms.triton_kit import linear_kernel, linear_w8a8, quantize, quantize_static  # noqa: E402
 from isthmus.platforms.triton_kit.linear_tiles import Tile  # noqa: E402
 
-COST = 25  # seconds
+COST = 6  # seconds
 FP8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
 TILE = Tile(32, 16, 64)
 

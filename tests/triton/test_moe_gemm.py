@@ -15,7 +15,7 @@ from isthmus.platforms.triton_kit import fp4, linear_int4, linear_w8a8, moe_gemm
 from isthmus.platforms.triton_kit.launch import recording  # noqa: E402
 from isthmus.platforms.triton_kit.linear_tiles import Matrix, Tile, grouped_tile  # noqa: E402
 
-COST = 30  # seconds
+COST = 8  # seconds
 TILE = Tile(32, 16, 32)
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 KINDS = ("dense", "int8", "fp8", "fp8 fnuz", "fp8_block", "fp8_weight", "fp8_block_weight", "fp8_weight cast",

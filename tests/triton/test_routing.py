@@ -11,7 +11,7 @@ DEVICE = prepare()
 from isthmus.core.platform import MoESpec  # noqa: E402
 from isthmus.platforms.triton_kit import routing  # noqa: E402
 
-COST = 20  # seconds
+COST = 5  # seconds
 
 
 def rule(logits: np.ndarray, spec: MoESpec, bias: np.ndarray | None):

@@ -17,7 +17,7 @@ from .interpreter import prepare
 DEVICE = prepare()
 from isthmus.platforms.triton_kit.sampling import Sampled, Tiles, host_arrays, sample  # noqa: E402
 
-COST = 60
+COST = 15
 SMALL = Tiles(block=16, capacity=8, warps=4)  # several blocks, and rows whose candidates do not fit
 NARROW = Tiles(block=16, capacity=32, warps=4)
 

@@ -2,8 +2,8 @@
 //
 // A tile walks its context in blocks of KEYS positions at multiples of KEYS. Each query's maximum, sum and output
 // change only in blocks it sees something of, always in the same order, so a query's result does not depend on the
-// tile, the chunk of the prompt or the batch that it comes in. Long contexts of decode rows are cut at multiples of
-// SPLIT, and the parts are merged in order.
+// tile, the chunk of the prompt or the batch that it comes in. Contexts are cut at multiples of SPLIT, and the parts are
+// merged in order. Decode rows that have the same pages at the beginning of a part are one tile there.
 #pragma once
 #include <algorithm>
 #include "product.h"
@@ -12,7 +12,7 @@ namespace isthmus {
 
 constexpr int KEYS = 64;     // positions in a block
 constexpr int QUERIES = 48;  // queries in a tile at most, heads that share K and V counted each
-constexpr long SPLIT = 512;  // positions after which the sums begin anew, for any query
+constexpr long SPLIT = 128;  // positions after which the sums begin anew, for any query
 
 struct Sight {                            // what all queries of a layer have in common
     const uint16_t* kv;                   // [slots][2][kv_heads][d]
@@ -53,8 +53,21 @@ static inline void turn_keys(const uint16_t* const* keys, long j, float* to) {
     }
 }
 
-// K and V of `keys` positions from `first` on, zeros behind them.
-static inline void read_block(const Sight& a, long head, long first, long keys, Scratch& t) {
+// K and V of `keys` positions from `first` on are wanted soon: each head's lie apart, where no processor expects them.
+static inline void expect_block(const Sight& a, long head, long first, long keys) {
+    const long d = a.d, stride = 2 * a.kv_heads * d;
+    long page = first / a.page_size, offset = first % a.page_size;
+    for (long i = 0; i < keys; i++) {
+        const uint16_t* k = a.kv + ((long)a.pages[page] * a.page_size + offset) * stride + head * d;
+        for (long j = 0; j < d; j += 32) __builtin_prefetch(k + j), __builtin_prefetch(k + a.kv_heads * d + j);
+        if (++offset == a.page_size) offset = 0, page++;
+    }
+}
+
+// K and V of `keys` positions from `first` on, zeros behind them; V only where it is for many queries. values: where the
+// positions' V lies.
+static inline void read_block(const Sight& a, long head, long first, long keys, bool many, const uint16_t** values,
+                              Scratch& t) {
     static const uint16_t nothing[256] = {};
     const long d = a.d, stride = 2 * a.kv_heads * d;
     const uint16_t* at[KEYS];
@@ -66,8 +79,35 @@ static inline void read_block(const Sight& a, long head, long first, long keys, 
     for (long i = 0; i < KEYS; i += 8)
         for (long j = 0; j < d; j += 8) turn_keys(at + i, j, t.kt + j * KEYS + i);
     for (long i = 0; i < KEYS; i++) {
-        const uint16_t* v = i < keys ? at[i] + a.kv_heads * d : nothing;
-        for (long j = 0; j < d; j += LANES) store(t.v + i * d + j, from_bf16(v + j));
+        values[i] = i < keys ? at[i] + a.kv_heads * d : nothing;
+        for (long j = 0; j < (many ? d : 0); j += LANES) store(t.v + i * d + j, from_bf16(values[i] + j));
+    }
+}
+
+// out [M][d] += weights [M][KEYS] times values: the same sums as of a panel of them.
+template <int M>
+static inline void weigh(const float* s, const uint16_t* const* values, long d, float* out) {
+    for (long j = 0; j < d; j += LANES) {
+        f32x16 acc[M];
+#pragma GCC unroll 8
+        for (int m = 0; m < M; m++) acc[m] = load<f32x16>(out + m * d + j);
+        for (long k = 0; k < KEYS; k++) {
+            const f32x16 v = from_bf16(values[k] + j);
+#pragma GCC unroll 8
+            for (int m = 0; m < M; m++) acc[m] += v * s[m * KEYS + k];
+        }
+#pragma GCC unroll 8
+        for (int m = 0; m < M; m++) store(out + m * d + j, acc[m]);
+    }
+}
+static inline void weigh_few(int M, const float* s, const uint16_t* const* values, long d, float* out) {
+    switch (M) {
+        case 1: return weigh<1>(s, values, d, out);
+        case 2: return weigh<2>(s, values, d, out);
+        case 3: return weigh<3>(s, values, d, out);
+        case 4: return weigh<4>(s, values, d, out);
+        case 5: return weigh<5>(s, values, d, out);
+        case 6: return weigh<6>(s, values, d, out);
     }
 }
 
@@ -115,25 +155,31 @@ static inline void product(int M, const float* x, long xs, const float* w, long 
     for (; n < N; n += LANES) panels<1>(M, x, xs, w + n, N, K, y + n, ys, more);
 }
 
-// Queries q[i] (M of them, row stride qs) at positions at[i] over positions [from, to): out [M][d] sums, and their
-// largest score and sum of weights.
+static inline void begin_sums(int M, long d, float* out, float* most, float* total) {
+    for (int m = 0; m < M; m++) most[m] = -INFINITY, total[m] = 0;
+    std::memset(out, 0, M * d * sizeof(float));
+}
+
+// Queries q[i] (M of them, row stride qs) at positions at[i] over positions [from, to): adds to out [M][d] sums, and
+// their largest score and sum of weights.
 static inline void attend(const Sight& a, long head, int M, const float* q, long qs, const long* at, long from, long to,
                           float* out, float* most, float* total, Scratch& t) {
     const long d = a.d;
-    for (int m = 0; m < M; m++) {
-        most[m] = -INFINITY, total[m] = 0;
-        std::memset(out + m * d, 0, d * sizeof(float));
-    }
     long oldest = at[0], newest = at[0];
     for (int m = 1; m < M; m++) oldest = std::min(oldest, at[m]), newest = std::max(newest, at[m]);
     if (a.window) from = std::max(from, std::max(0L, oldest - a.window + 1) / KEYS * KEYS);
     to = std::min(to, newest + 1);
+    if (from < to) expect_block(a, head, from, std::min<long>(KEYS, to - from));
     for (long first = from; first < to; first += KEYS) {
-        read_block(a, head, first, std::min<long>(KEYS, to - first), t);
+        const long next = first + KEYS;
+        if (next < to) expect_block(a, head, next, std::min<long>(KEYS, to - next));
+        const uint16_t* values[KEYS];
+        read_block(a, head, first, std::min<long>(KEYS, to - first), M > ROWS, values, t);
         product(M, q, qs, t.kt, KEYS, d, t.s[0], KEYS, false);
         for (int m = 0; m < M; m++) {
             float* s = t.s[m];
-            const i32x16 low = i32x16{} + (int32_t)(a.window ? at[m] - a.window : -1), high = i32x16{} + (int32_t)(at[m] + 1);
+            const i32x16 low = i32x16{} + (int32_t)(a.window ? at[m] - a.window : -1);
+            const i32x16 high = i32x16{} + (int32_t)(at[m] + 1);
             f32x16 top = splat(-INFINITY);
             for (int i = 0; i < KEYS; i += LANES) {
                 f32x16 v = load<f32x16>(s + i) * a.scale;
@@ -163,7 +209,10 @@ static inline void attend(const Sight& a, long head, int M, const float* q, long
             most[m] = now;
             total[m] += sum(added);
         }
-        product(M, t.s[0], KEYS, t.v, d, KEYS, out, d, true);
+        if (M > ROWS)
+            product(M, t.s[0], KEYS, t.v, d, KEYS, out, d, true);
+        else
+            weigh_few(M, t.s[0], values, d, out);
     }
 }
 

@@ -14,6 +14,8 @@ WEIGHT = np.dtype([(name, "i8") for name in ("at", "format", "outputs", "inputs"
 OP = np.dtype([("kind", "i8"), ("barrier", "i8"), ("x", VIEW), ("y", VIEW), ("z", VIEW), ("w", WEIGHT), ("norm", "i8"),
                ("bias", "i8"), ("rows", "i8"), ("heads", "i8"), ("width", "i8"), ("act", "i8"), ("layer", "i8"),
                ("index", "i8"), ("eps", "f4"), ("scale", "f4"), ("softcap", "f4"), ("window", "i4")])
+KINDS, ORDER = 14, 2
+ADAPTERS = np.dtype([(name, "i8") for name in ("owners", "blocks", "active", "count")])
 LAYER = np.dtype([("kv", "i8"), ("kv_heads", "i8"), ("d", "i8")])
 ARRAYS = ("tokens", "positions", "slots", "starts", "lengths", "pages", "logit_rows")
 STEP = np.dtype([(name, "i8") for name in (*ARRAYS, "rows", "page_stride", "page_size", "layers")])
@@ -26,7 +28,8 @@ class Library:
         self.name, lib = name, c.CDLL(str(path))
         pointer, number = c.c_void_p, c.c_long
         sizes = [lib.isthmus_size(which) for which in range(3)]
-        if sizes != [OP.itemsize, LAYER.itemsize, STEP.itemsize]:
+        if sizes != [OP.itemsize, LAYER.itemsize, STEP.itemsize] or not hasattr(lib, "isthmus_order") or (
+                lib.isthmus_kinds(), lib.isthmus_order()) != (KINDS, ORDER):
             raise OSError(f"{path} was built from other sources than these: install isthmus again")
         self.engine, self.close, self.run = lib.isthmus_engine, lib.isthmus_close, lib.isthmus_run
         self.engine.restype, self.engine.argtypes = pointer, [c.c_int]

@@ -1,6 +1,8 @@
 // Runs a program of ops over one step, on all threads of a pool.
 #include <memory>
 #include "attention.h"
+#include "pack.h"
+#include "plan.h"
 #include "pool.h"
 #include "rows.h"
 #include "step.h"
@@ -17,22 +19,11 @@ static inline Range share(long n, int thread, int threads, long unit = 1) {
 
 constexpr int FEW = 8;  // rows up to which every thread computes the norm before a product itself
 
-struct Item {  // a tile of queries, or one part of a decode row's context
-    int32_t row, token, tokens, head, part;
-    int64_t from, to;
-};
-struct Plan {
-    std::vector<Item> items;
-    std::vector<int32_t> parts;  // first part of each token's row, -1 = not split
-    std::vector<int32_t> count;
-    std::vector<float> out, most, total;
-    std::atomic<long> next{0};
-    long heads = 0, d = 0, group = 0;
-};
-
 struct Local {  // one thread's memory
     Scratch attention;
-    std::vector<float> panel, normed, queries, out, part;
+    Coded coded;
+    std::vector<float> panel, normed, queries, out, part, gathered;
+    std::vector<long> own;
     float most[QUERIES], total[QUERIES], part_most[QUERIES], part_total[QUERIES];
     long at[QUERIES];
 };
@@ -64,40 +55,54 @@ class Engine {
     void linear(const Op& op, int thread);
     template <class W>
     void linear_as(const Op& op, int thread);
-    void plan(const Op& op, const Step& step);
+    template <class W>
+    void linear_coded(const Op& op, int thread);
+    void low(const Op& op, int thread);
+    void up(const Op& op, int thread);
     void attention(const Op& op, const Step& step, int thread);
-    void item(const Op& op, const Step& step, const Item& item, Plan& plan, Local& l);
+    void chunk_item(const Op& op, const Step& step, const Item& item, Plan& plan, Local& l);
+    void decode_item(const Op& op, const Step& step, const Item& item, Plan& plan, Local& l);
     std::vector<std::unique_ptr<Local>> local_;
+    Coded coded_;  // of a product of many rows
     std::vector<std::unique_ptr<Plan>> plans_;
 };
 
 // ---- products
 
-// NB blocks from `first` on, with what follows a product.
-template <class W, int NB>
-static void outputs(const Op& op, const float* x, long xs, long first, Local& l) {
-    const long M = op.rows, K = op.w.inputs, N = op.w.outputs, width = LANES * NB;
+// Outputs [first, first + width) and what follows a product. sums [M][width]: the products, and behind them, where the
+// op has an activation, those of the second half of the outputs.
+static void finish_product(const Op& op, const float* sums, long first, long width) {
+    const long M = op.rows, N = op.w.outputs;
     const bool pair = op.act >= 0;
-    float *y = l.out.data(), *up = y + M * width;
-    products<W, NB>(x, xs, M, op.w.at + first * op.w.block, op.w.block, K, l.panel.data(), y);
-    if (pair)
-        products<W, NB>(x, xs, M, op.w.at + (first + N / 2 / LANES) * op.w.block, op.w.block, K, l.panel.data(), up);
-    const long from = first * LANES, count = std::min(width, (pair ? N / 2 : N) - from);
+    const float *y = sums, *up = sums + M * width;
+    const long count = std::min(width, (pair ? N / 2 : N) - first);
     for (long m = 0; m < M; m++, y += width, up += width) {
-        float* to = op.z.at + m * op.z.row + from;
-        const float* add = op.y.at ? op.y.at + m * op.y.row + from : nullptr;
+        float* to = op.z.at + m * op.z.row + first;
+        const float* add = op.y.at ? op.y.at + m * op.y.row + first : nullptr;
         long i = 0;
         for (; i + LANES <= count; i += LANES) {
             f32x16 v = load<f32x16>(y + i);
-            if (op.bias) v += load<f32x16>(op.bias + from + i);
+            if (op.bias) v += load<f32x16>(op.bias + first + i);
             if (pair)
                 v = activate(v, (int)op.act) *
-                    (load<f32x16>(up + i) + (op.bias ? load<f32x16>(op.bias + N / 2 + from + i) : f32x16{}));
+                    (load<f32x16>(up + i) + (op.bias ? load<f32x16>(op.bias + N / 2 + first + i) : f32x16{}));
             if (add) v += load<f32x16>(add + i);
             store(to + i, v);
         }
-        for (; i < count; i++) to[i] = y[i] + (op.bias ? op.bias[from + i] : 0) + (add ? add[i] : 0);
+        for (; i < count; i++) to[i] = y[i] + (op.bias ? op.bias[first + i] : 0) + (add ? add[i] : 0);
     }
+}
+
+// NB blocks from `first` on.
+template <class W, int NB>
+static void outputs(const Op& op, const float* x, long xs, long first, Local& l) {
+    const long M = op.rows, K = op.w.inputs, block = op.w.block;
+    float* y = l.out.data();
+    products<W, NB>(x, xs, M, op.w.at + first * block, block, K, l.panel.data(), y);
+    if (op.act >= 0)
+        products<W, NB>(x, xs, M, op.w.at + (first + op.w.outputs / 2 / LANES) * block, block, K, l.panel.data(),
+                        y + M * NB * LANES);
+    finish_product(op, y, first * LANES, NB * LANES);
 }
 
 template <class W>
@@ -120,66 +125,145 @@ void Engine::linear_as(const Op& op, int thread) {
     if (b < r.last) outputs<W, 1>(op, x, xs, b, l);
 }
 
+template <class W>
+void Engine::linear_coded(const Op& op, int thread) {
+    Local& l = *local_[thread];
+    const long M = op.rows, K = op.w.inputs, N = op.act >= 0 ? op.w.outputs / 2 : op.w.outputs;
+    const bool together = M > FEW;
+    Coded& x = together ? coded_ : l.coded;
+    if (together) pool.barrier.wait();  // nobody reads the product before
+    if (!together || thread == 0) x.resize(M, K);
+    if (together) pool.barrier.wait();
+    l.normed.resize(K);
+    const Range rows = together ? share(M, thread, pool.count, ROWS) : Range{0, M};
+    for (long m = rows.first; m < rows.last; m++) {
+        const float* row = op.x.at + m * op.x.row;
+        if (op.norm) rms_norm(row, op.norm, op.eps, K, l.normed.data()), row = l.normed.data();
+        x.encode(row, m, M, K);
+    }
+    if (together) pool.barrier.wait();
+    const Range r = share((N + LANES - 1) / LANES, thread, pool.count);
+    l.out.resize(std::max<size_t>(l.out.size(), 2 * M * LANES));
+    float* y = l.out.data();
+    for (long b = r.first; b < r.last; b++) {
+        coded_products<W>(x, M, op.w.at + b * op.w.block, K, y, LANES);
+        if (op.act >= 0)
+            coded_products<W>(x, M, op.w.at + (b + op.w.outputs / 2 / LANES) * op.w.block, K, y + M * LANES, LANES);
+        finish_product(op, y, b * LANES, LANES);
+    }
+}
+
 void Engine::linear(const Op& op, int thread) {
     switch (op.w.format) {
         case BF16: return linear_as<Bf16>(op, thread);
-        case INT8: return linear_as<Int8>(op, thread);
-        case INT4: return linear_as<Int4>(op, thread);
+        case INT8: return linear_coded<Int8>(op, thread);
+        case INT4: return linear_coded<Int4>(op, thread);
         case FLOAT32: return linear_as<F32>(op, thread);
     }
+}
+
+// ---- low-rank adapters: weights in bf16, sixteen columns of one adapter to a block. A token is multiplied with the
+// columns of its own adapter alone, beside the other tokens that have it.
+
+// Those tokens, into `own`, and their first K numbers as rows next to each other; `stride` is from one to the next.
+static const float* own_rows(const Adapters& a, int32_t owner, long M, const float* x, long& stride, long K, Local& l) {
+    l.own.clear();
+    for (long m = 0; m < M; m++)
+        if (a.owners[m] == owner) l.own.push_back(m);
+    const long count = l.own.size();
+    if (!count || l.own.back() - l.own.front() == count - 1) return x + (count ? l.own.front() * stride : 0);
+    l.gathered.resize(std::max<size_t>(l.gathered.size(), count * K));
+    for (long i = 0; i < count; i++) std::copy_n(x + l.own[i] * stride, K, l.gathered.data() + i * K);
+    stride = K;
+    return l.gathered.data();
+}
+
+// z = x A^T, for each token those columns that are its adapter's: `up` does not look at others.
+void Engine::low(const Op& op, int thread) {
+    Local& l = *local_[thread];
+    const Adapters& a = *(const Adapters*)op.bias;
+    const long M = op.rows, K = op.w.inputs;
+    const Range r = share(op.w.outputs / LANES, thread, pool.count);
+    const float* x = op.x.at;
+    long xs = op.x.row;
+    if (r.first == r.last) return;
+    if (op.norm) {
+        l.normed.resize(M * K);
+        for (long m = 0; m < M; m++) rms_norm(x + m * xs, op.norm, op.eps, K, l.normed.data() + m * K);
+        x = l.normed.data(), xs = K;
+    }
+    l.out.resize(std::max<size_t>(l.out.size(), M * LANES));
+    for (long b = r.first; b < r.last; b++) {
+        const int32_t owner = a.blocks[b % a.count];
+        if (!a.active[owner]) continue;
+        long stride = xs;
+        const float* rows = own_rows(a, owner, M, x, stride, K, l);
+        const float* y = l.out.data();
+        products<Bf16, 1>(rows, stride, l.own.size(), op.w.at + b * op.w.block, op.w.block, K, l.panel.data(),
+                          l.out.data());
+        for (long m : l.own) store(op.z.at + m * op.z.row + b * LANES, load<f32x16>(y)), y += LANES;
+    }
+}
+
+// Outputs [first, first + width) of the tokens in `own`, from products that lie there next to each other; none = zeros.
+static void finish_up(const Op& op, const std::vector<long>& own, const float* y, long first, long width) {
+    const long count = std::min(width, (long)op.w.outputs - first);
+    for (long m : own) {
+        float* to = op.z.at + m * op.z.row + first;
+        const float* add = op.y.at ? op.y.at + m * op.y.row + first : nullptr;
+        for (long i = 0; i < count; i++) to[i] = (y ? y[i] : 0) + (add ? add[i] : 0);
+        if (y) y += width;
+    }
+}
+
+template <int NB>
+static void up_outputs(const Op& op, const float* x, long stride, long K, long from, long first, Local& l) {
+    const uint8_t* w = op.w.at + first * op.w.block + from / Bf16::GROUP * Bf16::BYTES;
+    products<Bf16, NB>(x, stride, l.own.size(), w, op.w.block, K, l.panel.data(), l.out.data());
+    finish_up(op, l.own, l.out.data(), first * LANES, NB * LANES);
+}
+
+// z = x B^T, on top of y where there is one.
+void Engine::up(const Op& op, int thread) {
+    Local& l = *local_[thread];
+    const Adapters& a = *(const Adapters*)op.bias;
+    const Range r = share((op.w.outputs + LANES - 1) / LANES, thread, pool.count);
+    l.out.resize(std::max<size_t>(l.out.size(), op.rows * 4 * LANES));
+    for (long b = 0, next; b < a.count; b = next) {
+        for (next = b + 1; next < a.count && a.blocks[next] == a.blocks[b];) next++;
+        if (!a.active[a.blocks[b]]) continue;
+        const long K = (next - b) * LANES;
+        long stride = op.x.row, n = r.first;
+        const float* x = own_rows(a, a.blocks[b], op.rows, op.x.at + b * LANES, stride, K, l);
+        for (; n + 4 <= r.last; n += 4) up_outputs<4>(op, x, stride, K, b * LANES, n, l);
+        for (; n < r.last; n++) up_outputs<1>(op, x, stride, K, b * LANES, n, l);
+    }
+    l.own.clear();
+    for (long m = 0; m < op.rows; m++)
+        if (!a.owners[m]) l.own.push_back(m);
+    finish_up(op, l.own, nullptr, r.first * LANES, (r.last - r.first) * LANES);
 }
 
 static void embed(const Weight& w, long n, float* y) {
     switch (w.format) {
         case BF16: return row_of<Bf16>(w.at, w.block, w.inputs, n, y);
-        case INT8: return row_of<Int8>(w.at, w.block, w.inputs, n, y);
-        case INT4: return row_of<Int4>(w.at, w.block, w.inputs, n, y);
+        case INT8: return row_of_codes<Int8>(w.at, w.block, w.inputs, n, y);
+        case INT4: return row_of_codes<Int4>(w.at, w.block, w.inputs, n, y);
         case FLOAT32: return row_of<F32>(w.at, w.block, w.inputs, n, y);
     }
 }
 
 // ---- attention
 
-void Engine::plan(const Op& op, const Step& step) {
-    Plan& p = *plans_[op.index];
-    const Layer& layer = step.layers[op.layer];
-    p.heads = layer.kv_heads, p.d = layer.d, p.group = op.heads / layer.kv_heads;
-    const long each = std::max<long>(1, QUERIES / p.group);
-    long parts = 0;
-    p.items.clear();
-    p.parts.assign(op.rows, -1);
-    p.count.assign(op.rows, 0);
-    for (int32_t row = 0; row < step.rows; row++) {
-        const int32_t begin = step.starts[row], end = step.starts[row + 1], length = step.lengths[row];
-        if (end - begin == 1) {
-            const long low = op.window ? std::max(0L, (long)length - op.window) : 0;
-            const long first = low / SPLIT, last = (length - 1) / SPLIT;
-            for (int32_t head = 0; head < p.heads; head++)
-                for (long c = first; c <= last; c++)
-                    p.items.push_back({row, begin, 1, head,
-                                       last > first ? (int32_t)(parts + head * (last - first + 1) + c - first) : -1,
-                                       c * SPLIT, (c + 1) * SPLIT});
-            if (last > first) {
-                p.parts[begin] = (int32_t)parts, p.count[begin] = (int32_t)(last - first + 1);
-                parts += p.heads * (last - first + 1);
-            }
-            continue;
-        }
-        for (int32_t t = begin; t < end; t += (int32_t)each)
-            for (int32_t head = 0; head < p.heads; head++)
-                p.items.push_back({row, t, (int32_t)std::min<long>(each, end - t), head, -1, 0, length});
-    }
-    std::reverse(p.items.begin(), p.items.end());  // the longest contexts first
-    p.out.resize(parts * p.group * p.d), p.most.resize(parts * p.group), p.total.resize(parts * p.group);
-    p.next.store(0, std::memory_order_relaxed);
+static Sight sight_of(const Op& op, const Step& step, const Plan& p, long row) {
+    return {step.layers[op.layer].kv, step.pages + row * step.page_stride, step.page_size, p.heads, p.d, op.window,
+            op.scale, op.softcap};
 }
 
-void Engine::item(const Op& op, const Step& step, const Item& it, Plan& p, Local& l) {
+void Engine::chunk_item(const Op& op, const Step& step, const Item& it, Plan& p, Local& l) {
     const long d = p.d, g = p.group, M = it.tokens * g;
-    const int32_t* pages = step.pages + it.row * step.page_stride;
-    const Sight sight{step.layers[op.layer].kv, pages, step.page_size, p.heads, d, op.window, op.scale, op.softcap};
+    const Sight sight = sight_of(op, step, p, it.row);
     const long base = (long)step.lengths[it.row] - step.starts[it.row + 1];  // position of token t is base + t
-    l.queries.resize(QUERIES * 256), l.part.resize(2 * QUERIES * 256);
     for (long t = 0; t < it.tokens; t++)
         for (long h = 0; h < g; h++) {
             l.at[t * g + h] = base + it.token + t;
@@ -187,13 +271,11 @@ void Engine::item(const Op& op, const Step& step, const Item& it, Plan& p, Local
                         op.x.at + (it.token + t) * op.x.row + (it.head * g + h) * op.x.head, d * sizeof(float));
         }
     float *sums = l.part.data(), *part = sums + QUERIES * 256;
-    if (it.part >= 0)
-        return attend(sight, it.head, (int)M, l.queries.data(), d, l.at, it.from, it.to, p.out.data() + it.part * g * d,
-                      p.most.data() + it.part * g, p.total.data() + it.part * g, l.attention);
     for (long m = 0; m < M; m++) l.most[m] = -INFINITY, l.total[m] = 0;
     std::memset(sums, 0, M * d * sizeof(float));
     const long low = op.window ? std::max(0L, l.at[0] - op.window + 1) : 0;
     for (long c = low / SPLIT; c * SPLIT <= l.at[M - 1]; c++) {
+        begin_sums((int)M, d, part, l.part_most, l.part_total);
         attend(sight, it.head, (int)M, l.queries.data(), d, l.at, c * SPLIT, (c + 1) * SPLIT, part, l.part_most,
                l.part_total, l.attention);
         for (long m = 0; m < M; m++)
@@ -205,11 +287,48 @@ void Engine::item(const Op& op, const Step& step, const Item& it, Plan& p, Local
                    op.z.at + (it.token + t) * op.z.row + (it.head * g + h) * d);
 }
 
+void Engine::decode_item(const Op& op, const Step& step, const Item& it, Plan& p, Local& l) {
+    const long d = p.d, g = p.group;
+    const Member* members = p.members.data() + it.member;
+    for (long i = 0; i < it.members; i++)
+        for (long h = 0; h < g; h++) {
+            l.at[i * g + h] = step.lengths[members[i].row] - 1;
+            std::memcpy(l.queries.data() + (i * g + h) * d,
+                        op.x.at + members[i].token * op.x.row + (it.head * g + h) * op.x.head, d * sizeof(float));
+        }
+    float* sums = l.part.data();
+    const long apart = it.from + it.common;
+    begin_sums((int)(it.members * g), d, sums, l.part_most, l.part_total);
+    if (it.common)
+        attend(sight_of(op, step, p, members[0].row), it.head, (int)(it.members * g), l.queries.data(), d, l.at, it.from,
+               apart, sums, l.part_most, l.part_total, l.attention);
+    for (long i = 0; i < it.members; i++) {
+        const Member& m = members[i];
+        const long q = i * g;
+        attend(sight_of(op, step, p, m.row), it.head, (int)g, l.queries.data() + q * d, d, l.at + q, apart, it.to,
+               sums + q * d, l.part_most + q, l.part_total + q, l.attention);
+        for (long h = 0; h < g; h++) {
+            const float* out = sums + (q + h) * d;
+            if (m.part < 0) {
+                finish(out, l.part_total[q + h], d, op.z.at + m.token * op.z.row + (it.head * g + h) * d);
+                continue;
+            }
+            const long to = (m.part + it.head * p.count[m.token]) * g + h;
+            std::memcpy(p.out.data() + to * d, out, d * sizeof(float));
+            p.most[to] = l.part_most[q + h], p.total[to] = l.part_total[q + h];
+        }
+    }
+}
+
 void Engine::attention(const Op& op, const Step& step, int thread) {
     Plan& p = *plans_[op.index];
     Local& l = *local_[thread];
     const long items = (long)p.items.size();
-    for (long i; (i = p.next.fetch_add(1, std::memory_order_relaxed)) < items;) item(op, step, p.items[i], p, l);
+    l.queries.resize(QUERIES * 256), l.part.resize(2 * QUERIES * 256);
+    for (long i; (i = p.next.fetch_add(1, std::memory_order_relaxed)) < items;) {
+        const Item& it = p.items[i];
+        it.decode ? decode_item(op, step, it, p, l) : chunk_item(op, step, it, p, l);
+    }
     pool.barrier.wait();
     if (thread == 0) p.next.store(0, std::memory_order_relaxed);
     const Range r = share(op.rows, thread, pool.count);
@@ -220,7 +339,6 @@ void Engine::attention(const Op& op, const Step& step, int thread) {
                 const long first = (p.parts[t] + h * p.count[t]) * p.group + g;
                 float* sums = l.part.data();
                 float most = -INFINITY, total = 0;
-                l.part.resize(2 * QUERIES * 256), sums = l.part.data();
                 for (long c = 0; c < p.count[t]; c++) {
                     const long at = first + c * p.group;
                     merge(sums, most, total, p.out.data() + at * p.d, p.most[at], p.total[at], p.d);
@@ -239,6 +357,8 @@ void Engine::compute(const Op& op, const Step& step, int thread) {
             for (long t = r.first; t < r.last; t++) embed(op.w, step.tokens[t], op.z.at + t * op.z.row);
             break;
         case LINEAR: linear(op, thread); break;
+        case LOW: low(op, thread); break;
+        case UP: up(op, thread); break;
         case NORM:
             for (long t = r.first; t < r.last; t++)
                 for (long h = 0; h < op.heads; h++)
@@ -273,7 +393,7 @@ void Engine::compute(const Op& op, const Step& step, int thread) {
             break;
         }
         case PLAN:
-            if (thread == 0) plan(op, step);
+            if (thread == 0) plans_[op.index]->make(op, step);
             break;
         case ATTEND: attention(op, step, thread); break;
         case ADD:
@@ -317,57 +437,15 @@ int isthmus_size(int which) {
     return sizes[which];
 }
 
+// Kinds of ops that there are.
+int isthmus_kinds() { return isthmus::KINDS; }
+// A number that changes when the order of packed matrices does.
+int isthmus_order() { return 2; }
+
 void* isthmus_engine(int threads) { return new isthmus::Engine(threads); }
 void isthmus_close(void* engine) { delete (isthmus::Engine*)engine; }
 void isthmus_run(void* engine, const isthmus::Op* ops, long count, const isthmus::Step* step) {
     ((isthmus::Engine*)engine)->run(ops, count, *step);
-}
-
-// Sixteen outputs side by side, padded with zeros. values: [outputs][inputs] bf16.
-void isthmus_pack_bf16(const uint16_t* values, long outputs, long inputs, uint16_t* to) {
-    const long blocks = (outputs + 15) / 16;
-    for (long b = 0; b < blocks; b++)
-        for (long k = 0; k < inputs; k += 2)
-            for (long n = 0; n < 16; n++)
-                for (long e = 0; e < 2; e++) *to++ = b * 16 + n < outputs ? values[(b * 16 + n) * inputs + k + e] : 0;
-}
-
-static void scales(const uint16_t* scale, const uint16_t* minimum, long outputs, long groups, long b, long g,
-                   uint8_t* to) {
-    for (const uint16_t* from : {scale, minimum})
-        for (long n = 0; n < 16; n++, to += 2) {
-            const uint16_t v = b * 16 + n < outputs ? from[(b * 16 + n) * groups + g] : 0;
-            __builtin_memcpy(to, &v, 2);
-        }
-}
-
-// codes [outputs][inputs], scale and minimum half [outputs][inputs / 32]; w = scale * code + minimum.
-void isthmus_pack_int8(const int8_t* codes, const uint16_t* scale, const uint16_t* minimum, long outputs, long inputs,
-                       uint8_t* to) {
-    const long blocks = (outputs + 15) / 16, groups = inputs / 32;
-    for (long b = 0; b < blocks; b++)
-        for (long g = 0; g < groups; g++) {
-            for (long k = 0; k < 32; k++)
-                for (long n = 0; n < 16; n++)
-                    *to++ = b * 16 + n < outputs ? (uint8_t)codes[(b * 16 + n) * inputs + g * 32 + k] : 0;
-            scales(scale, minimum, outputs, groups, b, g, to), to += 64;
-        }
-}
-void isthmus_pack_int4(const uint8_t* codes, const uint16_t* scale, const uint16_t* minimum, long outputs, long inputs,
-                       uint8_t* to) {
-    const long blocks = (outputs + 15) / 16, groups = inputs / 32;
-    for (long b = 0; b < blocks; b++)
-        for (long g = 0; g < groups; g++) {
-            for (long v = 0; v < 4; v++)
-                for (long n = 0; n < 16; n++, to += 4) {
-                    uint32_t word = 0;
-                    for (long j = 0; j < 8; j++)
-                        if (b * 16 + n < outputs)
-                            word |= (uint32_t)(codes[(b * 16 + n) * inputs + g * 32 + 8 * v + j] & 15) << (4 * j);
-                    __builtin_memcpy(to, &word, 4);
-                }
-            scales(scale, minimum, outputs, groups, b, g, to), to += 64;
-        }
 }
 
 }  // extern "C"

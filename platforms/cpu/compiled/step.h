@@ -5,7 +5,7 @@
 namespace isthmus {
 
 enum Format { BF16 = 0, INT8 = 1, INT4 = 2, FLOAT32 = 3 };
-enum Kind { EMBED, LINEAR, NORM, TURNS, ROPE, WRITE, PLAN, ATTEND, ADD, SCALE, GATHER, ACT_MUL };
+enum Kind { EMBED, LINEAR, NORM, TURNS, ROPE, WRITE, PLAN, ATTEND, ADD, SCALE, GATHER, ACT_MUL, LOW, UP, KINDS };
 
 // A view of rows: [rows][heads][width] floats, heads and rows `head` and `row` floats apart.
 struct View {
@@ -26,6 +26,11 @@ struct Op {
     int64_t rows, heads, width, act, layer, index;
     float eps, scale, softcap;
     int32_t window;
+};
+
+struct Adapters {  // of the low-rank products LOW and UP, where `bias` points to it
+    const int32_t *owners, *blocks, *active;  // adapter of each token, of each 16 columns; is it any token's, by adapter
+    int64_t count;                            // of the blocks
 };
 
 struct Layer {  // K and V of one layer, [pages * page_size][2][kv_heads][d] bf16

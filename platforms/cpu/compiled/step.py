@@ -61,6 +61,8 @@ class Runner:
         step = np.zeros((), STEP)
         for name, array in given.items():
             step[name] = array.ctypes.data
+        if program.tape.columns is not None:
+            program.tape.columns.fill(batch.adapters)
         step["rows"], step["page_stride"] = len(batch.lengths), batch.pages.shape[1]
         step["page_size"], step["layers"] = page_size, layers.ctypes.data
         ops = program.at(base)
@@ -129,7 +131,7 @@ class Compiled:
     def _trace(self, tokens: int, logits: int) -> Program:
         tape = Tape(tokens, logits)
         fields = dict.fromkeys(Batch._fields) | {"tokens": tape.tokens, "logit_rows": tape.logit_rows,
-                                                 "sampling": Sampling()}
+                                                 "adapters": tape.adapters, "sampling": Sampling()}
         try:
             return Program(tape, trace(self.forward, self.weights, Batch(**fields), tape))
         except (AttributeError, TypeError, IndexError) as error:  # it asks a description for what only a tensor has

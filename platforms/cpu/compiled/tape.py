@@ -9,12 +9,14 @@ from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 import numpy as np
+import torch
 
 from ....core.platform import AttentionSpec, MoESpec, RopeSpec
-from .library import OP
-from .weights import Packed
+from .library import ADAPTERS, OP
+from .weights import BF16, LANES, Packed
 
-EMBED, LINEAR, NORM, TURNS, ROPE, WRITE, PLAN, ATTEND, ADD, SCALE, GATHER, ACT_MUL = range(12)  # `Kind` of step.h
+# `Kind` of step.h
+EMBED, LINEAR, NORM, TURNS, ROPE, WRITE, PLAN, ATTEND, ADD, SCALE, GATHER, ACT_MUL, LOW, UP = range(14)
 ACTS = ("silu", "gelu_tanh", "gelu", "sigmoid")
 FEW = 8          # rows up to which each thread computes a norm before a product for itself
 ALIGN = 64       # bytes
@@ -31,12 +33,12 @@ class Untraceable(Exception):
 
 class Memory:
     """Bytes of the arena, given back when no tensor names them any more. last: the op that made what is there, while
-    nothing has read it: what follows may be done by that op too."""
+    nothing has read it: what follows may be done by that op too. low: it is a low-rank product of adapters, masked."""
 
-    __slots__ = ("arena", "start", "size", "last")
+    __slots__ = ("arena", "start", "size", "last", "low")
 
     def __init__(self, arena: Arena, start: int, size: int) -> None:
-        self.arena, self.start, self.size, self.last = arena, start, size, None
+        self.arena, self.start, self.size, self.last, self.low = arena, start, size, None, False
 
     def __del__(self) -> None:
         self.arena.free.append((self.start, self.size))
@@ -96,7 +98,7 @@ class Rows:
         return self.tape.add(self, other)
 
     def __mul__(self, other: Any) -> Rows:
-        return self.tape.scale(self, other)
+        return self.tape.masked(self, other) if isinstance(other, Columns) else self.tape.scale(self, other)
 
     __radd__, __rmul__ = __add__, __mul__
 
@@ -115,12 +117,38 @@ class Rows:
         return self.memory.start + 4 * self.offset, self.stride, self.shape[-1]
 
 
+class Columns:
+    """Which columns of low-rank products count for each token, [tokens, columns]: those of its adapter. Nothing is
+    computed: the products themselves leave the others out."""
+
+    def __init__(self, tokens: int, weight: Packed) -> None:
+        self.shape = tokens, weight.inputs
+        table = weight.rows(torch.arange(weight.outputs)).float().numpy()
+        blocks = table[:, ::LANES].argmax(0).astype(np.int32)
+        if weight.inputs % LANES or weight.format != BF16 or (
+                table != (np.arange(weight.outputs)[:, None] == blocks.repeat(LANES))).any():
+            raise Untraceable("columns of adapters that are no whole blocks")
+        self._owners, self._active, self._blocks = (np.zeros(tokens, np.int32), np.zeros(weight.outputs, np.int32),
+                                                    blocks)
+        self.record = np.zeros((), ADAPTERS)
+        self.record["owners"], self.record["active"] = self._owners.ctypes.data, self._active.ctypes.data
+        self.record["blocks"], self.record["count"] = blocks.ctypes.data, len(blocks)
+
+    def fill(self, adapters: np.ndarray) -> None:
+        """Before a run: each token's adapter, int32 [tokens]."""
+        self._owners[:] = adapters
+        self._active[:] = 0
+        self._active[adapters] = 1
+        self._active[0] = 0
+
+
 class Tape:
     """Stands for `Ops` while a forward is written down. `tokens` and `logit_rows` stand for the batch's."""
 
     def __init__(self, tokens: int, logits: int) -> None:
         self.count, self.logits = tokens, logits
-        self.tokens, self.logit_rows = object(), object()
+        self.tokens, self.logit_rows, self.adapters = object(), object(), object()
+        self.columns: Columns | None = None
         self.arena, self.ops, self.kept = Arena(), [], []
         self.turns: dict[RopeSpec, Rows] = {}
         self.plans: dict[tuple[Any, ...], int] = {}
@@ -131,7 +159,10 @@ class Tape:
 
     # ---- the ops of the neck
 
-    def embed(self, ids: Any, weight: Packed) -> Rows:
+    def embed(self, ids: Any, weight: Packed) -> Rows | Columns:
+        if ids is self.adapters:
+            self.columns = Columns(self.count, weight)
+            return self.columns
         if ids is not self.tokens:
             raise Untraceable("look-up of other ids than the batch's")
         z = self.new(self.count, weight.inputs)
@@ -141,6 +172,8 @@ class Tape:
     def linear(self, x: Rows, weight: Packed, bias: Any = None) -> Rows:
         if not isinstance(weight, Packed) or len(x.shape) != 2:
             raise Untraceable(f"product with {type(weight).__name__}")
+        if x.memory is not None and x.memory.low:
+            return self._up(x, weight, bias)
         rows, fused = x.shape[0], x.norm if x.norm is not None and x.shape[0] <= FEW else None
         source = x.computed() if fused is None else fused[0]
         z = self.new(rows, weight.outputs)
@@ -231,6 +264,28 @@ class Tape:
             raise Untraceable("a product with other than a number")
         x, z = x.computed(), self.new(*x.shape)
         self.emit(SCALE, reads=[x], writes=[z], rows=x.shape[0], x=x, z=z, width=x.shape[1], scale=factor)
+        return z
+
+    def masked(self, x: Rows, columns: Columns) -> Rows:
+        """What is left of a low-rank product, or of some of its columns. The product itself leaves the rest out."""
+        op = x.memory.last if x.memory is not None else None
+        if op is not None and op["kind"] == LINEAR and op["w"]["format"] == BF16 and not (
+                op["w"]["outputs"] % columns.shape[1] or op["bias"] or op["y"]["at"]):
+            op["kind"], op["bias"], x.memory.low = LOW, columns.record.ctypes.data, True
+            x.memory.last = None
+        if x.memory is None or not x.memory.low or x.offset % columns.shape[1] or x.shape != columns.shape:
+            raise Untraceable("a product with other than a number")
+        return x
+
+    def _up(self, x: Rows, weight: Packed, bias: Any) -> Rows:
+        """The second of two low-rank products."""
+        if bias is not None or self.columns is None or x.shape != self.columns.shape or weight.format != BF16:
+            raise Untraceable("a low-rank product of another form")
+        z = self.new(x.shape[0], weight.outputs)
+        op = self.emit(UP, reads=[x], writes=[z], shared=0, rows=x.shape[0], x=x, z=z,
+                       bias=self.columns.record.ctypes.data)
+        weight.fill(op["w"])
+        z.memory.last = op
         return z
 
     def gather(self, x: Rows) -> Rows:

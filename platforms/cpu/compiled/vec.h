@@ -117,6 +117,18 @@ static ISTHMUS_INLINE Sixteen<U> convert(const Sixteen<T>& v) {
     return to;
 }
 
+// The value is needed here: without this the compiler moves sums behind many products, which it then keeps in memory.
+template <class T>
+static ISTHMUS_INLINE void pin(Sixteen<T>& v) {
+#pragma GCC unroll 4
+    for (int i = 0; i < PARTS; i++)
+#if defined(__x86_64__)
+        __asm__("" : "+v"(v.part[i]));
+#elif defined(__aarch64__)
+        __asm__("" : "+w"(v.part[i]));
+#endif
+}
+
 template <class V>
 static ISTHMUS_INLINE V load(const void* p) {
     V v;
@@ -164,25 +176,27 @@ static ISTHMUS_INLINE f32x16 from_f16(const uint16_t* p) {
 #endif
 }
 
-// Sixteen signed bytes, and the lowest four bits of each lane.
-static ISTHMUS_INLINE f32x16 from_i8(const uint8_t* p) {
-#if defined(__AVX512F__)
-    return {{(f32x16::V)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)))}};
-#elif defined(__AVX2__)
-    return {{(f32x16::V)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p))),
-             (f32x16::V)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)(p + 8))))}};
+// Thirty-two signed bytes as numbers of 16 bits, two to a lane.
+static ISTHMUS_INLINE i32x16 widen_i8(const uint8_t* p) {
+#if defined(__AVX512BW__)
+    return {{(i32x16::V)_mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)p))}};
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+    return {{(i32x16::V)_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p)),
+             (i32x16::V)_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)(p + 16)))}};
 #else
-    float to[LANES];
-    for (int i = 0; i < LANES; i++) to[i] = (float)(int8_t)p[i];
-    return load<f32x16>(to);
+    const i32x16 two = (i32x16)convert<uint32_t>(load<u16x16>(p));
+    return (((two << 24) >> 24) & 0xFFFF) | (((two << 16) >> 24) << 16);
 #endif
 }
-static ISTHMUS_INLINE f32x16 digit(u32x16 c) {
-#if defined(__AVX512F__)
-    return {{(f32x16::V)_mm512_permutexvar_ps((__m512i)c.part[0], _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11,
-                                                                                 12, 13, 14, 15))}};
+// In each lane a_low * b_low + a_high * b_high of numbers of 16 bits.
+static ISTHMUS_INLINE i32x16 multiply_pairs(const i32x16& a, const i32x16& b) {
+#if defined(__AVX512BW__)
+    return {{(i32x16::V)_mm512_madd_epi16((__m512i)a.part[0], (__m512i)b.part[0])}};
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+    return {{(i32x16::V)_mm256_madd_epi16((__m256i)a.part[0], (__m256i)b.part[0]),
+             (i32x16::V)_mm256_madd_epi16((__m256i)a.part[1], (__m256i)b.part[1])}};
 #else
-    return convert<float>((i32x16)(c & 15));
+    return ((a << 16) >> 16) * ((b << 16) >> 16) + (a >> 16) * (b >> 16);
 #endif
 }
 
@@ -193,23 +207,28 @@ static ISTHMUS_INLINE f32x16 vmax(f32x16 a, f32x16 b) { return select(a > b, a, 
 static ISTHMUS_INLINE f32x16 vmin(f32x16 a, f32x16 b) { return select(a < b, a, b); }
 
 // Sums and maxima over lanes, in one order on every instruction set.
-static inline float sum(f32x16 v) {
-    float a[16];
-    store(a, v);
-    for (int s = 8; s; s /= 2)
-        for (int i = 0; i < s; i++) a[i] += a[i + s];
-    return a[0];
+typedef float f32x4 __attribute__((vector_size(16)));
+static ISTHMUS_INLINE float sum(const f32x16& v) {
+    f32x4 q[4];
+    std::memcpy(q, &v, sizeof q);
+    f32x4 t = (q[0] + q[2]) + (q[1] + q[3]);
+    t += __builtin_shufflevector(t, t, 2, 3, 2, 3);
+    return t[0] + t[1];
 }
-static inline float largest(f32x16 v) {
-    float a[16];
-    store(a, v);
-    for (int s = 8; s; s /= 2)
-        for (int i = 0; i < s; i++) a[i] = a[i] > a[i + s] ? a[i] : a[i + s];
-    return a[0];
+static ISTHMUS_INLINE float largest(const f32x16& v) {
+    f32x4 q[4];
+    std::memcpy(q, &v, sizeof q);
+    const auto most = [](f32x4 a, f32x4 b) { return a > b ? a : b; };
+    f32x4 t = most(most(q[0], q[2]), most(q[1], q[3]));
+    t = most(t, __builtin_shufflevector(t, t, 2, 3, 2, 3));
+    return t[0] > t[1] ? t[0] : t[1];
 }
 
+// The nearest whole numbers of values within +-2^22.
+static ISTHMUS_INLINE i32x16 whole(const f32x16& v) { return (i32x16)(v + 12582912.0f) - 0x4B400000; }
+
 // exp by 2^n * p(r): Cody and Waite's reduction and a polynomial of degree 6; within 2 units in the last place.
-static inline f32x16 vexp(f32x16 x) {
+static ISTHMUS_INLINE f32x16 vexp(f32x16 x) {
     x = vmin(vmax(x, splat(-87.336544f)), splat(88.37626f));
     const f32x16 t = x * 1.44269504f + splat(12582912.0f);
     const i32x16 n = (i32x16)t - 0x4B400000;

@@ -16,6 +16,8 @@ import torch
 from isthmus.platforms.triton_kit.launch import launch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from .products import products
+
 CALLS: Counter[str] = Counter()
 
 
@@ -24,8 +26,10 @@ def check(holds: bool, message: str) -> None:
         raise ValueError(message)
 
 
-def library(bind: Mapping[str, Callable[..., object]], version: str) -> Any:
-    """bind: what raises `TypeError` for a call that the method of this name ("Wrapper.method") does not take."""
+def library(bind: Mapping[str, Callable[..., object]], version: str,
+            faults: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] | None = None) -> Any:
+    """bind: what raises `TypeError` for a call that the method of this name ("Wrapper.method") does not take. faults:
+    see `products`."""
     def bound(kind: type) -> type:
         for name in ("__init__", "plan", "run"):
             setattr(kind, name, _bound(f"{kind.__name__}.{name}", getattr(kind, name)))
@@ -49,8 +53,9 @@ def library(bind: Mapping[str, Callable[..., object]], version: str) -> Any:
     class BatchPrefillWithPagedKVCacheWrapper(Prefill):
         pass
 
-    return SimpleNamespace(__version__=version, **{kind.__name__: bound(kind) for kind in (
-        BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPagedKVCacheWrapper)})
+    kinds = BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPagedKVCacheWrapper
+    return SimpleNamespace(__version__=version, **vars(products(bind, faults)),
+                           **{kind.__name__: bound(kind) for kind in kinds})
 
 
 class Wrapper:

@@ -1,7 +1,7 @@
-"""transformers on the same weights, in this process: no HTTP, no tokenizer, so any overhead counts for it, not against.
+"""transformers, in this process: no HTTP, no tokenizer, so any overhead counts for it, not against.
 
-`generate`: one request at a time under a lock, as a simple server does. `batch`: one static batch, equal lengths.
-`continuous`: its continuous-batching manager with paged attention.
+`OneAtATime`: `generate`, one request at a time under a lock, as a simple server does. `Continuous`: its
+continuous-batching manager with paged attention.
 """
 from __future__ import annotations
 
@@ -12,24 +12,23 @@ import time
 from pathlib import Path
 
 import torch
-from isthmus.core.weights.checkpoint import open_checkpoint
-from isthmus.platforms.expand import expand
-from transformers import ContinuousBatchingConfig, GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 from workloads import Timing
 
 
-def load(path: Path, dtype: torch.dtype, attention: str = "sdpa") -> LlamaForCausalLM:
-    """The GGUF's weights, dequantized, in a transformers model."""
-    with open_checkpoint(path) as checkpoint:
-        config = LlamaConfig(**{k: v for k, v in checkpoint.config.items() if k != "architectures"})
-        model = LlamaForCausalLM(config)
-        state = {name: torch.from_numpy(expand(checkpoint.tensor(name))) for name in checkpoint.names}
-    missing, extra = model.load_state_dict(state, strict=False)
-    assert not extra and set(missing) <= {"lm_head.weight"}, (missing, extra)
-    model.tie_weights()
+def load(path: str, attention: str = "sdpa") -> torch.nn.Module:
+    """The GGUF's weights in bf16."""
+    file = Path(path)
+    model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.bfloat16)
     model.set_attn_implementation(attention)
-    return model.to(dtype).eval()
+    return model.eval()
+
+
+def logprobs(model: torch.nn.Module, prompt: list[int]) -> list[float]:
+    with torch.inference_mode():
+        logits = model(torch.tensor([prompt])).logits[0, :-1].double().log_softmax(-1)
+    return logits.gather(1, torch.tensor(prompt[1:])[:, None])[:, 0].tolist()
 
 
 class _Clock(BaseStreamer):
@@ -49,8 +48,11 @@ class _Clock(BaseStreamer):
 class OneAtATime:
     """`model.generate`, one request after the other."""
 
-    def __init__(self, model: LlamaForCausalLM):
-        self.model, self._lock = model, threading.Lock()
+    def __init__(self, path: str):
+        self.model, self._lock = load(path), threading.Lock()
+
+    def logprobs(self, prompt: list[int]) -> list[float]:
+        return logprobs(self.model, prompt)
 
     def generate(self, prompt: list[int], max_tokens: int) -> Timing:
         began, clock = time.perf_counter(), _Clock()
@@ -60,22 +62,16 @@ class OneAtATime:
                                       min_new_tokens=max_tokens, do_sample=False, streamer=clock, pad_token_id=2)
         return Timing(clock.times[0] - began, clock.times[-1] - began, out[0, len(prompt):].tolist())
 
-    def batch(self, prompts: list[list[int]], max_tokens: int) -> float:
-        """Seconds for one static batch of prompts of equal length."""
-        began, ids = time.perf_counter(), torch.tensor(prompts)
-        with torch.inference_mode():
-            self.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens,
-                                min_new_tokens=max_tokens, do_sample=False, pad_token_id=2)
-        return time.perf_counter() - began
-
 
 class Continuous:
     """transformers' continuous batching."""
 
-    def __init__(self, model: LlamaForCausalLM, page_size: int = 16, pages: int = 4096, step_tokens: int = 512):
+    def __init__(self, path: str, page_size: int = 16, pages: int = 4096, step_tokens: int = 512):
+        self.model = load(path)
         generation = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=2, max_new_tokens=128)
         config = ContinuousBatchingConfig(num_blocks=pages, page_size=page_size, max_batch_tokens=step_tokens)
-        self._manager = model.init_continuous_batching(generation_config=generation, continuous_batching_config=config)
+        self._manager = self.model.init_continuous_batching(generation_config=generation,
+                                                            continuous_batching_config=config)
         self._manager.start()
         self._lock, self._count = threading.Lock(), 0
         self._loop = asyncio.new_event_loop()  # results are handed over in a running loop
@@ -103,6 +99,5 @@ class Continuous:
             if out.is_finished():
                 return Timing(first, last, list(out.generated_tokens))
 
-    def close(self) -> None:
-        self._manager.stop(block=True)
-        self._loop.call_soon_threadsafe(self._loop.stop)
+    def logprobs(self, prompt: list[int]) -> list[float]:
+        return logprobs(self.model, prompt)

@@ -1,0 +1,112 @@
+"""Speculation on a real model: tokens per second with and without it, in turn, on texts that suit it and that do not.
+
+    python benchmarks/core/speculation.py [--model PATH] [--platform cpu] [--batch 1 4 16] [--tokens 128] [--rounds 3]
+
+edit: a text is to be repeated, so that what comes next stands in the prompt. chat: questions, sampled at temperature 1,
+where little does. Each engine is loaded once; rounds alternate, so that the machine's load falls on all alike.
+"""
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+
+import numpy as np
+from isthmus.core.config import (
+    CacheSettings,
+    Config,
+    ModelSettings,
+    PlatformSettings,
+    SchedulerSettings,
+    SpeculationSettings,
+)
+from isthmus.core.engine import EngineCore
+from isthmus.core.messages import SamplingParams, Submit, pack_ids
+from isthmus.core.text.tokenizer import load_tokenizer
+from isthmus.core.weights.checkpoint import open_checkpoint
+
+TEXT = ("The harbour of the small town was quiet in the morning. Three boats lay at the pier, and a man with a grey "
+        "cap carried nets from one to the next. He had done so for forty years, he said, and his father before him. "
+        "The water was green and still, and the gulls sat in a row on the wall, as if they waited for something. ")
+QUESTIONS = ("Tell me a story about a clock.", "Why is the sky blue?", "Write a poem about rain.", "What is a prime?",
+             "Describe a market in the morning.", "How do bees find flowers?", "Invent a new sport.", "What is music?")
+CASES = {"plain": (), "ngram": ("ngram", "tokens=8"), "suffix": ("suffix", "tokens=8")}
+
+
+def prompts(workload: str, count: int, tokenizer: object) -> list[list[int]]:
+    found = []
+    for i in range(count):
+        ask = (f"Repeat this text word for word, and nothing else: Number {i}. {TEXT}" if workload == "edit"
+               else QUESTIONS[i % len(QUESTIONS)])
+        found.append(tokenizer.encode(f"<|im_start|>user\n{ask}<|im_end|>\n<|im_start|>assistant\n", add_special=True))
+    return found
+
+
+def measure(engine: EngineCore, asked: list[list[int]], workload: str, tokens: int, round: int) -> float:
+    """Tokens per second of decoding, from when all have begun."""
+    sampled = {"temperature": 1.0} if workload == "chat" else {"temperature": 0.0}
+    for i, ids in enumerate(asked):
+        params = SamplingParams(max_tokens=tokens, ignore_eos=True, seed=i + 100 * round, **sampled)
+        engine.submit(Submit(f"r{i}", pack_ids(np.array(ids)), params))
+    given = began = 0
+    while engine.has_work:
+        outputs = engine.step()
+        new = len(outputs.tokens) + sum(len(o.tokens) // 4 for o in outputs.full)
+        if not began and engine.scheduler.running == len(asked) and not list(engine.scheduler._prefills):
+            began, given = time.perf_counter(), 0
+        elif began:
+            given += new
+    return given / (time.perf_counter() - began)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", default=str(Path.home() / ".cache/isthmus/models/smollm2-135m-instruct"))
+    parser.add_argument("--platform", default="cpu")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 16])
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    path = next(Path(arguments.model).glob("*.gguf"), Path(arguments.model))
+    with open_checkpoint(path) as checkpoint:
+        tokenizer = load_tokenizer(checkpoint)
+    engines = {name: EngineCore(Config(
+        model=ModelSettings(str(path), max_model_len=1024), platform=PlatformSettings(arguments.platform),
+        cache=CacheSettings(kv_cache_memory="400MiB"), scheduler=SchedulerSettings(max_running_requests=16),
+        speculation=SpeculationSettings(case))) for name, case in CASES.items()}
+    rows = []
+    for batch in arguments.batch:
+        for workload in ("edit", "chat"):
+            asked, speeds = prompts(workload, batch, tokenizer), {name: [] for name in engines}
+            before = {name: engine.stats() for name, engine in engines.items()}
+            for round in range(arguments.rounds):
+                for name, engine in engines.items():
+                    speeds[name].append(measure(engine, asked, workload, arguments.tokens, round))
+            plain = statistics.median(speeds["plain"])
+            for name, engine in engines.items():
+                after, was = engine.stats(), before[name]
+                drafts = after.get("drafts", 0) - was.get("drafts", 0)
+                kept = after.get("accepted_tokens", 0) - was.get("accepted_tokens", 0)
+                proposed = after.get("drafted_tokens", 0) - was.get("drafted_tokens", 0)
+                ratios = [a / b for a, b in zip(speeds[name], speeds["plain"], strict=True)]
+                row = {"batch": batch, "workload": workload, "drafter": name,
+                       "tokens_per_s": round_(statistics.median(speeds[name])), "to_plain": round_(
+                           statistics.median(speeds[name]) / plain), "ratios": [round_(r) for r in ratios],
+                       "length": round_(1 + kept / drafts) if drafts else 1.0,
+                       "accepted": round_(kept / proposed) if proposed else None,
+                       "state": after.get("draft_state", "")}
+                rows.append(row)
+                print(json.dumps(row), flush=True)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(rows, indent=1))
+
+
+def round_(number: float) -> float:
+    return float(f"{number:.3g}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""OpenAI's `/v1/responses`: another form of the conversation that chat holds, with a store of what was answered."""

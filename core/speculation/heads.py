@@ -1,0 +1,129 @@
+"""Drafts from the model's own hidden states: EAGLE-1 heads, and MTP layers that a checkpoint carries."""
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ..errors import CheckpointError
+from ..models.architectures import ARCHITECTURES, find_architecture
+from ..models.config import parse_config
+from ..models.draft_heads import DraftHead, mtp_config
+from ..models.head_loader import check_head, load_head
+from ..models.loader import LoadedModel, Place, tensor_names
+from ..weights.checkpoint import open_checkpoint
+from .companion import Companion, DraftSteps, Loading, join
+from .contract import DRAFTERS, Word
+from .on_device import ModelDrafter
+
+LATER = ("d2t", "t2d", "midlayer.", "model.midlayer.")  # what only EAGLE-3's heads have
+UNUSED = ("model.embed_tokens.", "lm_head.", "model.lm_head.")  # the model's own, which a head's file may repeat
+
+
+class EagleDrafter(ModelDrafter):
+    """A head in a checkpoint of its own."""
+
+    options = {"model": Word("an EAGLE-1 head that was trained for the model: its name or path")}
+
+    @classmethod
+    def beside(cls, loading: Loading, options: Mapping[str, Any]) -> Companion:
+        return EagleHead(loading, options["model"])
+
+
+class MtpDrafter(ModelDrafter):
+    """The first of the layers behind the model's own, used for every place of a draft."""
+
+    @classmethod
+    def beside(cls, loading: Loading, options: Mapping[str, Any]) -> Companion:
+        return MtpLayer(loading)
+
+
+class Head(Companion):
+    """A draft head that fits the model: `head`, and `names`, canonical -> in its checkpoint."""
+
+    head: DraftHead
+    names: Mapping[str, str]
+
+    def __init__(self, loading: Loading):
+        self.loading = loading
+        self.place = Place(loading.platform, loading.manifest, loading.dtype, loading.strict, loading.page_size,
+                           loading.tell)
+
+    def load(self, model: LoadedModel, checkpoint: Any, what: str) -> LoadedModel:
+        """The model with the head, whose weights are in an open checkpoint."""
+        weights, report, size = load_head(checkpoint, self.names, self.head, self.place)
+        needed = {"embed": model.weights["embed"], "head": model.weights["head"], "draft": weights}
+        return join(model, DraftSteps(self.head.draft, needed), self.head.keep, weights, self.layers, size,
+                    [f"drafts come from {what}: {line}" for line in report])
+
+
+class EagleHead(Head):
+    """Its files: `fc` and decoder layers in Llama's words, without the first one's attention norm and a norm behind."""
+
+    def __init__(self, loading: Loading, name: str):
+        super().__init__(loading)
+        self._name, self._path, target = name, loading.resolve(name), loading.config
+        with self._named(), open_checkpoint(self._path) as checkpoint:
+            self.nbytes = checkpoint.nbytes
+            names = {(n if n.startswith(("model.", "lm_head.")) else f"model.{n}"): real
+                     for n, real in tensor_names(checkpoint.names).items()}
+            if any(n.removeprefix("model.").startswith(LATER) for n in names):
+                raise CheckpointError("this is a head of EAGLE-3, which reads several layers of the model; heads of "
+                                      "EAGLE-1 and EAGLE-2, which are the same, are supported")
+            config = _eagle_config(checkpoint.config, target)
+            self.head = DraftHead(replace(config, first_state=target.layers), target, "model.fc.weight", False,
+                                  "model.fc.bias" in names)
+            check_head(names, self.head, self.place, UNUSED)
+        self.names, self.layers = names, self.head.state_layers
+
+    def joined(self, model: LoadedModel) -> LoadedModel:
+        with self._named(), open_checkpoint(self._path) as checkpoint:
+            return self.load(model, checkpoint, f"the EAGLE head {Path(self._path).name}")
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        try:
+            yield
+        except CheckpointError as error:
+            raise CheckpointError(f"--speculative model={self._name}: {error}") from error
+
+
+def _eagle_config(words: Mapping[str, Any], target: Any) -> Any:
+    """That of a head. Raises `CheckpointError` where it was made for another model."""
+    architecture, settings = find_architecture(words)
+    if architecture.hidden is not ARCHITECTURES["llama"].hidden:
+        raise CheckpointError("config: a head's layers are Llama's, with or without biases and norms on q and k")
+    config = parse_config(settings, architecture.family, "head")
+    for what, theirs, own in (("hidden_size", target.hidden, config.hidden),
+                              ("vocab_size", target.vocab_size, config.vocab_size)):
+        if theirs != own:
+            raise CheckpointError(f"config: {what} = {own}, and {target.name} has {theirs}: this head was trained for "
+                                  "another model")
+    return config
+
+
+class MtpLayer(Head):
+    """The layer behind the model's last one in the same checkpoint, as DeepSeek-V3 and GLM-4.5 name it."""
+
+    def __init__(self, loading: Loading):
+        super().__init__(loading)
+        target = loading.config
+        prefix, ours = f"model.layers.{target.layers}.", "model.layers.0."
+        self.names = {ours + name.removeprefix(prefix): real
+                      for name, real in tensor_names(loading.checkpoint.names).items() if name.startswith(prefix)}
+        if not self.names:
+            raise CheckpointError(f"--speculative mtp: {target.name} has no MTP layer, which would be called {prefix}* "
+                                  "(some publishers leave it out); ngram and suffix need none")
+        self.head = DraftHead(mtp_config(target, target.layers), target, ours + "eh_proj.weight", True)
+        # Embedding and head are copies of the model's.
+        check_head(self.names, self.head, self.place, (ours + "embed_tokens.", ours + "shared_head.head."))
+        self.layers = self.head.state_layers
+
+    def joined(self, model: LoadedModel) -> LoadedModel:
+        return self.load(model, self.loading.checkpoint, "its MTP layer")
+
+
+DRAFTERS.register("eagle", EagleDrafter)
+DRAFTERS.register("mtp", MtpDrafter)
