@@ -1,4 +1,7 @@
-"""Builds the compiled kernels of the cpu platform where there is a C++ compiler; all else is in pyproject.toml."""
+"""Builds the compiled kernels of the cpu platform where there is a C++ compiler; all else is in pyproject.toml.
+
+ISTHMUS_BUILD_KERNELS=0 leaves them out, where another platform is to compute: they take a minute or two."""
+import os
 import platform
 import sys
 
@@ -19,7 +22,7 @@ def build(name: str, flags: list[str]) -> Extension:
 
 
 def builds() -> list[Extension]:
-    if sys.platform == "win32":
+    if sys.platform == "win32" or os.environ.get("ISTHMUS_BUILD_KERNELS") == "0":
         return []
     if platform.machine() in ("x86_64", "AMD64"):
         return [build(name, flags) for name, flags in X86.items()]

@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 from isthmus.core.errors import CheckpointError, RequestError
 from isthmus.core.grammar.contract import GrammarError
 from isthmus.core.grammar.ebnf import schema_to_gbnf
@@ -38,6 +37,7 @@ from .checkpoints import Stored, gguf_bytes, safetensors_bytes, tiny_llama_gguf
 from .fake_client import make_app
 from .json_schema_suite import Bytes, next_tokens
 from .live import listening
+from .memory import allocated
 from .reply_samples import SAMPLES, TOOLS
 from .vocabularies import CHATML
 
@@ -278,9 +278,9 @@ TARGETS = {"bodies": bodies, "headers": headers, "templates": templates, "gguf":
            "grammars": grammars, "tools": tools}
 
 
-def resident() -> int:
+def memory() -> int:
     gc.collect()
-    return psutil.Process().memory_info().rss
+    return allocated()
 
 
 def fuzz(what: str, seed: int, seconds: float, first: int = 0, most: int | None = None) -> dict[str, Any]:
@@ -301,8 +301,8 @@ def fuzz(what: str, seed: int, seconds: float, first: int = 0, most: int | None 
                 raise Fault(f"{what} --seed {seed} --only {number}: it computed for {spent:.1f} s")
             number += 1
             if warm is None and time.monotonic() - began > seconds / 5:
-                warm = resident()
-        grown = 0 if warm is None else resident() - warm
+                warm = memory()
+        grown = 0 if warm is None else memory() - warm
         if grown > GROWS:
             raise Fault(f"{what} --seed {seed}: {grown >> 20} MiB more after {number - first} cases")
     return {"what": what, "seed": seed, "cases": number - first, "slowest_s": round(slowest, 3), "grown": grown}

@@ -232,6 +232,12 @@ def test_a_job_of_which_nothing_has_changed_makes_no_environment(monkeypatch, ca
     assert "nothing of it has changed" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("name", JOBS)
+def test_a_job_that_is_to_run_no_tests_runs_none(monkeypatch, name):
+    monkeypatch.setattr(job.subprocess, "run", lambda *_, **__: pytest.fail("pytest without files runs all there are"))
+    assert job.test(Path("python"), JOBS[name]["platform"], JOBS[name] | {"tests": []}) == "unverified"
+
+
 def test_a_job_without_conformance_is_judged_by_its_tests(tmp_path, capsys):
     for tests, code in (("passed", 0), ("failed", 1)):
         assert job.keep(tmp_path / "j.json", "j", {"platform": "p", "device": "d"}, job.NOT_ASKED, tests) == code

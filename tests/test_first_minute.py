@@ -177,7 +177,7 @@ def test_ctrl_c_stops_the_answer_and_nothing_else(tiny, before):
         terminal.send("/set max_tokens 2", "enter")
         at = terminal.expect("(max_tokens 2)", at)
         terminal.send("again", "enter")
-        at = terminal.expect("cut at max_tokens 2", at)
+        terminal.expect(PROMPT, terminal.expect("cut at max_tokens 2", at))
         terminal.send("ctrl-d")
         assert terminal.end() == 0
 

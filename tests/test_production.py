@@ -5,7 +5,6 @@ import asyncio
 import gc
 from pathlib import Path
 
-import psutil
 import pytest
 from isthmus.core.config import Config
 from isthmus.core.errors import IsthmusError
@@ -13,6 +12,7 @@ from isthmus.core.messages import CacheHint, SamplingParams, Submit, Watch, pack
 from isthmus.core.processes.in_process import InProcessClient
 
 from .fake_engine import ByteTokenizer
+from .memory import allocated
 from .production import BEGIN, VOCAB, make_engine, production
 
 COST = 400  # seconds
@@ -79,9 +79,9 @@ async def serve(client: InProcessClient, first: int, count: int, at_once: int = 
 
 
 def memory() -> tuple[int, int]:
-    """(objects that Python tracks, bytes resident)."""
+    """(objects that Python tracks, bytes allocated)."""
     gc.collect()
-    return len(gc.get_objects()), psutil.Process().memory_info().rss
+    return len(gc.get_objects()), allocated()
 
 
 @pytest.mark.slow

@@ -106,7 +106,7 @@ def test_a_rank_that_hangs_is_named_with_what_it_did_and_ended(model):
         process.send_signal(signal.SIGSTOP)
         until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED)
         with pytest.raises(EngineDead, match=r"rank 1 hung and was ended: a step of \d+ tokens, not begun there, was "
-                                             r"not finished within 3\.\d s \(--step-timeout\)"):
+                                             r"not finished within \d\.\d s \(--step-timeout\)"):
             texts(made)
         assert process.wait() == -signal.SIGKILL
         with pytest.raises(EngineDead, match="rank 1 hung"):
@@ -147,7 +147,7 @@ def test_rank_0_is_named_when_the_others_have_finished(model):
     made._platform.collector.submit = lambda collect: submit(never.wait)
     try:
         with pytest.raises(EngineDead, match=r"rank 0 hung: a step of \d+ tokens, finished by the other ranks, was not "
-                                             r"finished within 3\.\d s \(--step-timeout\)"):
+                                             r"finished within \d\.\d s \(--step-timeout\)"):
             texts(made)
     finally:
         never.set()
