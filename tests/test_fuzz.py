@@ -3,6 +3,8 @@ from __future__ import annotations
 
 import time
 from contextlib import contextmanager
+from itertools import count
+from types import SimpleNamespace
 
 import pytest
 
@@ -45,10 +47,16 @@ def test_what_computes_for_long_and_what_grows_are_faults(monkeypatch):
     monkeypatch.setitem(fuzz.TARGETS, "gguf", failing(slow))
     with pytest.raises(fuzz.Fault, match="computed for"):
         fuzz.fuzz("gguf", 0, 9)
-    kept = []
+    kept, clock = [], count()
     monkeypatch.setattr(fuzz, "GROWS", 1 << 20)
-    monkeypatch.setattr(fuzz.gc, "collect", lambda: 0)  # of all that other tests have left it takes long
-    grow = failing(lambda rng: (time.sleep(0.002), kept.append(bytearray(b"x" * 400_000))))
-    monkeypatch.setitem(fuzz.TARGETS, "gguf", grow)
+    monkeypatch.setattr(fuzz, "memory", lambda: sum(map(len, kept)))
+    monkeypatch.setattr(fuzz, "time", SimpleNamespace(monotonic=lambda: next(clock), process_time=lambda: 0))
+    monkeypatch.setitem(fuzz.TARGETS, "gguf", failing(lambda rng: kept.append(bytes(400_000))))
     with pytest.raises(fuzz.Fault, match="MiB more"):
-        fuzz.fuzz("gguf", 0, 1)
+        fuzz.fuzz("gguf", 0, 30)
+
+
+def test_memory_that_is_kept_counts():
+    before = fuzz.memory()
+    kept = bytearray(1 << 30)
+    assert fuzz.memory() - before > len(kept) // 2
