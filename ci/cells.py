@@ -93,13 +93,12 @@ def formats_of(case: dict[str, Any]) -> list[str]:
 
 def sections(matrix: dict[str, Any], reports: dict[str, dict[str, Any]]) -> dict[str, dict[str, dict[str, Cell]]]:
     """Section -> row -> job -> cell."""
-    laws = dict.fromkeys(case["law"] for report in reports.values() for case in report["cases"])
     tests: dict[str, Callable[[dict[str, Any], str], bool]] = {
         "op": lambda case, row: case["law"] == "ops" and case["op"] == row,
         "format": lambda case, row: row in formats_of(case),
         "feature": lambda case, row: row in case["needs"],
         "law": lambda case, row: case["law"] == row}
-    rows = {"op": matrix["ops"], "format": matrix["formats"], "feature": matrix["features"], "law": list(laws)}
+    rows = {"op": matrix["ops"], "format": matrix["formats"], "feature": matrix["features"], "law": matrix["laws"]}
     result: dict[str, dict[str, dict[str, Cell]]] = {}
     for section, names in rows.items():
         result[section] = {row: {name: _cell(job, reports.get(name), row, tests[section], section == "format")
@@ -127,8 +126,6 @@ def markdown(found: dict[str, dict[str, dict[str, Any]]], words: Callable[[str, 
     which the same is known share a row."""
     lines = []
     for section, rows in found.items():
-        if not rows:  # laws, where no case was run
-            continue
         columns = next(iter(rows.values()))
         lines += ["", f"| {section} | " + " | ".join(columns) + " |", "|---|" + "---|" * len(columns)]
         told = [(row, " | ".join(words(section, row, name, cell) for name, cell in cells.items()))

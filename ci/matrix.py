@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import graph
+from isthmus.conformance import LAWS
 from isthmus.core import manifests
 from isthmus.core.discovery import GROUP
 from isthmus.core.platform import FEATURES
@@ -121,7 +122,7 @@ def matrix() -> dict[str, Any]:
                 "limits": {op: limit for op, limit in claim.ops.items() if limit}, "expands": claim.expands}
     formats = ["f32", "f16", "bf16", *(f.name for f in FORMATS.values() if f.kind == "quantized")]
     return {"python": PYTHON, "light": LIGHT, "jobs": jobs, "ops": manifests.OPS, "features": list(FEATURES),
-            "formats": formats}
+            "formats": formats, "laws": list(LAWS)}
 
 
 def workflow(data: dict[str, Any]) -> str:

@@ -4,11 +4,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
-from . import law_compile, law_manifest, law_model, law_ops, law_parallel, law_scheduler, law_state
+from . import law_compile, law_drafts, law_manifest, law_model, law_ops, law_parallel, law_scheduler, law_state
 from .case import Case
 
 LAWS = {"manifest": law_manifest.cases, "ops": law_ops.cases, "model": law_model.cases, "state": law_state.cases,
-        "compile": law_compile.cases, "parallel": law_parallel.cases, "scheduler": law_scheduler.cases}
+        "compile": law_compile.cases, "parallel": law_parallel.cases, "scheduler": law_scheduler.cases,
+        "drafts": law_drafts.cases}
 
 
 def all_cases(only: Sequence[str] = ()) -> list[Case]:
