@@ -3,11 +3,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -135,15 +135,19 @@ def test_an_idle_engine_costs_no_processor_time():
     async def body(client):
         await collect(client, "a", b"x")
         processes = [psutil.Process(pid) for pid in client.pids().values()]
-        before = [sum(p.cpu_times()[:2]) for p in processes]
-        await asyncio.sleep(0.5)
-        return [sum(p.cpu_times()[:2]) - b for p, b in zip(processes, before, strict=True)]
-    assert max(with_client("processes", body)) <= 0.05
+
+        async def rests():  # what the request left to do may take its time on a busy machine
+            before = [sum(p.cpu_times()[:2]) for p in processes]
+            await asyncio.sleep(0.5)
+            return max(sum(p.cpu_times()[:2]) - b for p, b in zip(processes, before, strict=True)) <= 0.05
+        await until(rests)
+    with_client("processes", body)
 
 
 @pytest.mark.parametrize("late", ["", "the API is late"])
 def test_a_failed_worker_is_heard_however_late_its_words_arrive(late, monkeypatch):
     """Its exit and its words come on different ways: the exit must not cut the words off."""
+    monkeypatch.setattr(three, "LAST_WORDS_S", 10 * SOON)
     if late:
         def first_the_exit(self, message, plain=ProcessClient._receive):
             if isinstance(message, Failed):
@@ -162,26 +166,30 @@ def test_a_failed_worker_is_heard_however_late_its_words_arrive(late, monkeypatc
 @pytest.mark.parametrize("form", FORMS)
 def test_a_silent_engine_is_unhealthy_until_it_answers_again(form, monkeypatch):
     monkeypatch.setattr("isthmus.core.processes.client.PING_S", 0.02)
-    monkeypatch.setattr("isthmus.core.processes.client.IDLE_SILENCE_S", 0.3)
+    goes_on, felt = threading.Event(), []
 
     async def body(client):
         await collect(client, "a", b"x")
-        await asyncio.sleep(0.5)
+        monkeypatch.setattr(client, "_feel", lambda pulse, plain=client._feel: (felt.append(pulse), plain(pulse)))
+
+        async def answers():
+            return len(felt) > 5
+        await until(answers)
         assert client.health() == (True, ""), "an idle engine answers"
+        monkeypatch.setattr("isthmus.core.processes.client.IDLE_SILENCE_S", 0.3)
         if form == "processes":
             os.kill(client.pids()["scheduler"], signal.SIGSTOP)
         else:
             monkeypatch.setattr(SchedulerState, "handle", lambda *given, plain=SchedulerState.handle: (
-                time.sleep(0.8), plain(*given)))
+                goes_on.wait(SOON), plain(*given)))
 
         async def silent():
             return not client.health()[0]
         await until(silent)
-        assert "has not answered for 0." in client.health()[1] and not client.gone
+        assert re.search(r"has not answered for [0-9.]+ s", client.health()[1]) and not client.gone
         if form == "processes":
             os.kill(client.pids()["scheduler"], signal.SIGCONT)
-        else:
-            monkeypatch.undo()
+        goes_on.set()
 
         async def well():
             return client.health() == (True, "")
@@ -193,16 +201,19 @@ def test_a_silent_engine_is_unhealthy_until_it_answers_again(form, monkeypatch):
 def test_an_engine_in_a_long_step_is_healthy(monkeypatch):
     monkeypatch.setattr("isthmus.core.processes.client.PING_S", 0.02)
     monkeypatch.setattr("isthmus.core.processes.client.IDLE_SILENCE_S", 0.2)
-    monkeypatch.setattr(FakeEngine, "step", lambda self, plain=FakeEngine.step: time.sleep(3) or plain(self))
+    goes_on = threading.Event()
+    monkeypatch.setattr(FakeEngine, "step", lambda self, plain=FakeEngine.step: goes_on.wait(SOON) and plain(self))
 
     async def body(client):
+        async def silent(pings):
+            assert client.health()[0]
+            return client._unanswered > pings
         stream = asyncio.ensure_future(collect(client, "a", b"x", max_tokens=1))
-        for _ in range(30):
-            await asyncio.sleep(0.02)
-            assert client.health()[0] and not stream.done()
+        await until(lambda: silent(30))
+        assert not stream.done()
         stream.cancel()  # whoever asked has left; the step goes on
-        await asyncio.sleep(0.1)
-        assert client.health()[0]
+        await until(lambda: silent(40))
+        goes_on.set()
     with_client("in-process", body)
 
 

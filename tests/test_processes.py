@@ -10,6 +10,7 @@ from isthmus.core.errors import EngineDead, EngineStopped, IsthmusError, Overloa
 from isthmus.core.messages import pack_ids
 
 from .clients import FORMS, collect, importable_fakes, make, request, text, until, with_client  # noqa: F401
+from .effort import SOON
 from .fake_engine import BUG, FULL, REFUSE
 
 COST = 6  # seconds
@@ -136,7 +137,7 @@ def test_draining_takes_no_new_request_and_lets_running_ones_end(form):
     async def body(client):
         short = asyncio.ensure_future(collect(client, "short", b"x", max_tokens=50))
         await asyncio.sleep(0.02)
-        drained = asyncio.ensure_future(client.drain(10))
+        drained = asyncio.ensure_future(client.drain(SOON))
         await asyncio.sleep(0)
         with pytest.raises(Overloaded) as caught:
             await collect(client, "new", b"x")

@@ -5,19 +5,21 @@ import asyncio
 import os
 import signal
 import tempfile
+import threading
 import time
 
 import psutil
 import pytest
 from isthmus.core.errors import EngineDead, EngineRestarting, Overloaded
-from isthmus.core.processes import workers
+from isthmus.core.messages import TextOutput
+from isthmus.core.processes import three, workers
 from isthmus.core.processes.in_process import InProcessClient
 from isthmus.core.processes.three import ProcessClient
 from isthmus.core.processes.workers import SOCKETS, Workers
 from isthmus.core.server.errors import as_request_error, error_headers
 from isthmus.core.server.metrics import Metrics
 
-from .clients import FORMS, collect, importable_fakes, text, until, with_client  # noqa: F401
+from .clients import FORMS, collect, importable_fakes, request, text, until, with_client  # noqa: F401
 from .effort import SOON
 from .effort import until as wait_until
 from .fake_engine import CRASH, RAISE, FakeEngine
@@ -27,15 +29,21 @@ COST = 60  # seconds
 PLAIN_STEP = FakeEngine.step
 
 
-def sleeping(seconds: float):
-    """A step that takes so long, once."""
-    slept = []
+def held(monkeypatch) -> threading.Event:
+    """From now on the engine's steps in this process wait until the event is set."""
+    goes_on = threading.Event()
+    monkeypatch.setattr(FakeEngine, "step", lambda self: goes_on.wait(SOON) and PLAIN_STEP(self))
+    return goes_on
 
-    def step(self):
-        if not slept:
-            slept.append(time.sleep(seconds))
-        return PLAIN_STEP(self)
-    return step
+
+async def begun(client, **params) -> asyncio.Task[list[TextOutput]]:
+    """A request whose first output has come."""
+    outputs = client.generate(*request("begun", b"x", **params))
+    first = await anext(outputs)
+
+    async def rest():
+        return [first, *[output async for output in outputs]]
+    return asyncio.ensure_future(rest())
 
 
 async def well_again(client):
@@ -51,18 +59,24 @@ def test_a_step_that_takes_half_of_its_time_is_reported_once_and_forgiven(form, 
     monkeypatch.setattr("isthmus.core.processes.client.PING_S", 0.02)
 
     async def body(client):
-        await collect(client, "a", b"x")
-        if form == "in-process":
-            monkeypatch.setattr(FakeEngine, "step", sleeping(7))
-        stream = asyncio.ensure_future(collect(client, "a", b"x", max_tokens=200))
+        count = 2000 if form == "processes" else 300  # the process is still at it when it is stopped
+        stream = await begun(client, max_tokens=count)
+        goes_on = held(monkeypatch)
         if form == "processes":
-            await asyncio.sleep(0.05)
             os.kill(client.pids()["scheduler"], signal.SIGSTOP)
-            await asyncio.sleep(7)
+
+        async def reported():
+            return "Where it is:" in caplog.text and client.step_age > 6
+        await until(reported)
+        if form == "processes":
             os.kill(client.pids()["scheduler"], signal.SIGCONT)
-        assert text(await stream) == "x" * 200
-        await well_again(client)
-        assert not client.hung and client.step_age < 1
+        goes_on.set()
+        assert text(await stream) == "x" * count
+
+        async def forgiven():
+            return client.step_age < 1
+        await until(forgiven)
+        assert not client.hung and client.health() == (True, "")
     with_client(form, body, step_timeout=10)
     told = caplog.text + capfd.readouterr().err
     assert caplog.text.count("Where it is:") == 1 and "at 10 s it is ended (--step-timeout)" in told
@@ -73,22 +87,20 @@ def test_a_step_that_takes_half_of_its_time_is_reported_once_and_forgiven(form, 
 @pytest.mark.parametrize("form", FORMS)
 def test_an_engine_that_hangs_is_unhealthy_and_ended(form, monkeypatch, capfd):
     monkeypatch.setattr("isthmus.core.processes.client.PING_S", 0.02)
+    monkeypatch.setattr(three, "DUMP_S", 3.0)
 
     async def body(client):
-        await collect(client, "a", b"x")
-        pids = client.pids() if form == "processes" else {}
-        if form == "in-process":
-            monkeypatch.setattr(FakeEngine, "step", sleeping(20))
-        stream = asyncio.ensure_future(collect(client, "a", b"x", max_tokens=10**6))
-        if form == "processes":
-            await asyncio.sleep(0.05)
+        stream = await begun(client, max_tokens=10**6)
+        goes_on, pids = held(monkeypatch), client.pids() if form == "processes" else {}
+        if pids:
             os.kill(pids["scheduler"], signal.SIGSTOP)
         with pytest.raises(EngineDead, match="the engine hung: it had requests and finished no step for [0-9.]+ s"):
-            await asyncio.wait_for(stream, 15)
+            await asyncio.wait_for(stream, SOON)
+        goes_on.set()
         assert client.died.is_set() and client.hung and not client.health()[0]
         assert "hung" in client.health()[1] and "--step-timeout" in client.health()[1]
         return pids
-    pids = with_client(form, body, step_timeout=1)
+    pids = with_client(form, body, step_timeout=3)
     assert not any(psutil.pid_exists(pid) for pid in pids.values())
     if form == "processes":
         assert "Thread 0x" in capfd.readouterr().err, "printed by the detokenizer, whatever holds Python's lock"
@@ -97,23 +109,20 @@ def test_an_engine_that_hangs_is_unhealthy_and_ended(form, monkeypatch, capfd):
 @pytest.mark.parametrize("form", FORMS)
 def test_an_engine_that_computes_beyond_its_time_is_not_called_hung_and_told_the_way_out(form, monkeypatch):
     monkeypatch.setattr("isthmus.core.processes.client.PING_S", 0.02)
-    spent = iter((10.0, 10.2))
+    spent = iter((10.0, 10.6))
     for kind in (InProcessClient, ProcessClient):
         monkeypatch.setattr(kind, "_processor_time", lambda _: next(spent))
 
     async def body(client):
-        await collect(client, "a", b"x")
-        pids = client.pids() if form == "processes" else {}
-        if form == "in-process":
-            monkeypatch.setattr(FakeEngine, "step", sleeping(20))
-        stream = asyncio.ensure_future(collect(client, "a", b"x", max_tokens=10**6))
-        if pids:
-            await asyncio.sleep(0.05)
-            os.kill(pids["scheduler"], signal.SIGSTOP)
-        with pytest.raises(EngineDead, match="ended while it computed: .* A --step-timeout longer than 1 lets"):
-            await asyncio.wait_for(stream, 15)
+        stream = await begun(client, max_tokens=10**6)
+        goes_on = held(monkeypatch)
+        if form == "processes":
+            os.kill(client.pids()["scheduler"], signal.SIGSTOP)
+        with pytest.raises(EngineDead, match="ended while it computed: .* A --step-timeout longer than 3 lets"):
+            await asyncio.wait_for(stream, SOON)
+        goes_on.set()
         assert "hung" not in client.health()[1]
-    with_client(form, body, step_timeout=1)
+    with_client(form, body, step_timeout=3)
 
 
 def test_processor_time_is_that_of_the_engine(monkeypatch):
@@ -139,7 +148,12 @@ def test_many_short_steps_are_no_hang(monkeypatch):
 
     async def body(client):
         stream = asyncio.ensure_future(collect(client, "a", b"x", max_tokens=10**6))
-        await asyncio.sleep(5)
+        pings = []
+        monkeypatch.setattr(client, "_judge", lambda plain=client._judge: (pings.append(1), plain()))
+
+        async def long():
+            return len(pings) > 250  # 5 s
+        await until(long)
         assert client.health() == (True, "") and not stream.done()
         stream.cancel()
     with_client("processes", body, step_timeout=3)

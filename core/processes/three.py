@@ -20,7 +20,7 @@ from .workers import ROLES, Workers, describe_exit
 RETRY_S = 0.02     # between tries to hand an abort to a scheduler whose queue is full
 LAST_WORDS_S = 10  # how long the explanation of a worker that sent one may take to arrive
 WINDOW_S = 600     # in which restarts are counted
-DUMP_S = 0.2       # how long processes may take to print where they hang
+DUMP_S = 1.0       # how long processes may take to print where they hang
 AT_ONCE = 32       # messages taken in one turn of the event loop; a request's texts in them are one piece
 
 log = logging.getLogger(__name__)
