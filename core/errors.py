@@ -39,6 +39,11 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else "?" for c in text)
 
 
+def encodable(text: str) -> str:
+    """The text, with U+FFFD for each half of a character (a lone surrogate), which no encoding has."""
+    return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
 class IsthmusError(Exception):
     """Base of every deliberate error."""
 
@@ -46,11 +51,13 @@ class IsthmusError(Exception):
 class RequestError(IsthmusError, ValueError):
     """A request that cannot be served as asked: the server answers with `status` and OpenAI's error shape.
 
-    `param` names the offending field, `code` is OpenAI's word for the kind (`context_length_exceeded`, ...).
+    `param` names the offending field, `code` is OpenAI's word for the kind (`context_length_exceeded`, ...). Both, and
+    the message, can be encoded, whatever they quote.
     """
 
     def __init__(self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None,
                  kind: str = "invalid_request_error", retry_after: float | None = None):
+        message, param = encodable(message), param and encodable(param)
         super().__init__(message)
         self.message, self.status, self.param, self.code, self.kind = message, status, param, code, kind
         self.retry_after = retry_after

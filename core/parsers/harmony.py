@@ -110,6 +110,7 @@ class HarmonyCalls(CallFormat):
     signs = ((CHANNEL, MESSAGE),)
     controls = (CHANNEL, MESSAGE, START, END, CALL, RETURN, CONSTRAIN)
     written = Written(f"{CHANNEL}commentary to=functions.", f" {CONSTRAIN}json{MESSAGE}", "")
+    group = Group("", "")
 
     def parser(self, tools: Tools) -> Parser:
         return HarmonyReader(self)

@@ -2,8 +2,13 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from typing import Any
+
+import msgspec
+
+from ..errors import encodable
 
 MAX_DEPTH = 100  # of a value that a model writes
 _OUTSIDE = re.compile(r"[^\s0-9A-Za-z+\-.,:]")
@@ -62,15 +67,36 @@ class JsonScan:
 
 
 def read_json(text: str) -> Any:
-    """A JSON value; line breaks inside strings pass. `ValueError` for anything else."""
+    """A JSON value; line breaks inside strings pass. `ValueError` for anything else, and for a number beyond floats."""
     try:
-        return json.loads(text, parse_constant=_refuse, strict=False)
+        return json.loads(text, parse_constant=_refuse, parse_float=_finite, strict=False)
     except RecursionError:
         raise ValueError("nested too deeply") from None
 
 
-def _refuse(name: str) -> None:
+def _refuse(name: str) -> Any:
     raise ValueError(f"{name} is no number")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    return value if math.isfinite(value) else _refuse(text)
+
+
+def as_object(text: str) -> Any:
+    """A call's arguments as an object that any encoder takes: {} for what is none, such as a call that was cut. What
+    clients could not be sent, halves of characters and numbers beyond 64 bits, is JSON already."""
+    try:
+        value = read_json(text)
+    except ValueError:
+        return {}
+    if not isinstance(value, dict):
+        return {}
+    try:
+        msgspec.json.encode(value)
+    except (UnicodeEncodeError, OverflowError):
+        return msgspec.Raw(encodable(json.dumps(value, ensure_ascii=False)).encode())
+    return value
 
 
 def write_json(value: Any) -> str:

@@ -1,13 +1,12 @@
 """Calls as a list of Python calls, [f(a=1), g(b="x")]: Llama 3.2 and 4, LFM 2, OLMo 3."""
 from __future__ import annotations
 
-import json
 import re
 from typing import Any
 
 from .contract import CALLS, Parser, Tool, Tools
 from .hermes import checked_name, parse_json, read_calls
-from .json_text import MAX_DEPTH, write_json
+from .json_text import MAX_DEPTH, read_json, write_json
 from .layout import CallFormat, Group, grouped, pairs
 from .literals import Literals, is_word
 from .reader import MAX_BLANK, MAX_CALL, CallReader, Malformed, Step
@@ -134,7 +133,12 @@ class Pythonic(CallFormat):
         return None if None in calls else grouped(calls, least, most, self.group, content)
 
     def example(self, name: str, arguments: str) -> str:
-        values = json.loads(arguments)
+        try:
+            values = read_json(arguments)
+        except ValueError:  # a client's
+            values = None
+        if not isinstance(values, dict):
+            return f"[{name}({arguments})]"
         return f"[{name}({', '.join(f'{key}={value!r}' for key, value in values.items())})]"
 
     @staticmethod

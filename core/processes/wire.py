@@ -19,6 +19,7 @@ import zmq
 
 from ..config import Config
 from ..env import debug_level
+from ..errors import encodable
 from ..logs import set_up_logging
 from ..messages import Failed, ToApi, ToDetokenizer, ToScheduler
 
@@ -30,10 +31,29 @@ REPORT = b"?"           # on a worker's standard input: log where you are
 
 log = logging.getLogger(__name__)
 
-encode = msgspec.msgpack.Encoder().encode
+_encode = msgspec.msgpack.Encoder().encode
 decode_to_scheduler = msgspec.msgpack.Decoder(ToScheduler).decode
 decode_to_detokenizer = msgspec.msgpack.Decoder(ToDetokenizer).decode
 decode_to_api = msgspec.msgpack.Decoder(ToApi).decode
+
+
+def encode(message: Any) -> bytes:
+    """A message as it travels. A text in it that has no encoding, such as a foreign library's words about a client's
+    half of a character, must end nobody: the halves become U+FFFD."""
+    try:
+        return _encode(message)
+    except UnicodeEncodeError:
+        return _encode(_mended(msgspec.to_builtins(message, builtin_types=(bytes,))))
+
+
+def _mended(value: Any) -> Any:
+    if isinstance(value, str):
+        return encodable(value)
+    if isinstance(value, list | tuple):
+        return [_mended(each) for each in value]
+    if isinstance(value, dict):
+        return {_mended(key): _mended(each) for key, each in value.items()}
+    return value
 
 
 class Start(msgspec.Struct, frozen=True):
@@ -85,7 +105,7 @@ def resolve(target: str) -> Any:
 def describe(error: BaseException) -> str:
     """One line for people: deliberate errors speak for themselves, others need their type."""
     deliberate = type(error).__module__.startswith(__package__.partition(".")[0])
-    return str(error) if deliberate and str(error) else f"{type(error).__name__}: {error}"
+    return encodable(str(error) if deliberate and str(error) else f"{type(error).__name__}: {error}")
 
 
 class Report:

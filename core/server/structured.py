@@ -6,6 +6,8 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import msgspec
+
 from ..errors import RequestError, shown
 from ..messages import GrammarSpec
 from .limits import check_structure
@@ -86,7 +88,7 @@ def _object(field: str, value: Any) -> str:
 def _parse(field: str, text: str) -> Any:
     try:
         check_structure(text.encode(), "it")
-        return json.loads(text)
+        return msgspec.json.decode(text)  # which refuses halves of characters, as it does in bodies
     except (ValueError, RecursionError) as error:
         raise _fault(field, f"is not valid JSON: {error}") from None
 

@@ -4,12 +4,12 @@ Source: Anthropic's description of its streams (message_start, content_block_sta
 """
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from msgspec import Struct
 
 from ...parsers.contract import CallArguments, CallBegin, CallEnd, Content, Event, Reasoning
+from ...parsers.json_text import as_object
 from ..stream import encode_json, typed_event
 
 DELTA = "content_block_delta"
@@ -72,7 +72,8 @@ class Blocks:
         if block is None:
             return b""
         text, self._open = "".join(self._text), None
-        block.update(read_input(text) if block["type"] == "tool_use" else {block["type"]: text})
+        # Of a call that the limit cut the input is empty, and the message says max_tokens.
+        block.update({"input": as_object(text)} if block["type"] == "tool_use" else {block["type"]: text})
         self.done.append(block)
         return typed_event("content_block_stop", {"type": "content_block_stop", "index": len(self.done) - 1})
 
@@ -90,12 +91,3 @@ class Blocks:
     def _delta(self, delta: TextDelta | ThinkingDelta | InputDelta, text: str) -> bytes:
         self._text.append(text)
         return b"event: content_block_delta\ndata: %b\n\n" % encode_json(BlockDelta(len(self.done), delta))
-
-
-def read_input(text: str) -> dict[str, Any]:
-    """`input` of a call. One that the limit cut is no JSON: then it is empty, and the message says max_tokens."""
-    try:
-        value = json.loads(text)
-    except ValueError:
-        value = {}
-    return {"input": value if isinstance(value, dict) else {}}

@@ -1,7 +1,6 @@
 """`/api/chat` and `/api/generate`: a chat call, or a raw prompt, in Ollama's form. Streams are lines of JSON."""
 from __future__ import annotations
 
-import json
 import re
 import time
 from abc import abstractmethod
@@ -17,6 +16,7 @@ from starlette.responses import Response
 
 from ...messages import TextOutput, unpack_ids
 from ...parsers.contract import CallEnd, Content, Event, Plain, Reasoning
+from ...parsers.json_text import as_object
 from ..answer import respond
 from ..as_chat import Names, RenderedAnswer, as_chat, as_far_as_fits, fitting, renamed
 from ..chat_call import ChatCall, Reply, prepare, wanted_logprobs
@@ -205,7 +205,7 @@ class Lines(RenderedAnswer):
 
     def _call(self, index: int) -> dict[str, Any]:
         call = self.call.replies[0].calls[index]
-        return {"id": call.id, "function": {"index": index, "name": call.name, "arguments": json.loads(call.arguments)}}
+        return {"id": call.id, "function": {"index": index, "name": call.name, "arguments": as_object(call.arguments)}}
 
     def _end(self, ids: list[int]) -> dict[str, Any]:
         """What the last line has: reason, counts and durations."""
