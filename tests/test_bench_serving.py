@@ -7,7 +7,7 @@ import re
 import pytest
 from isthmus.core.bench import client, drive
 from isthmus.core.bench.drive import Load, run_loop
-from isthmus.core.bench.result import FIGURES, command, read_result
+from isthmus.core.bench.result import FIGURES, command, hidden, read_result
 from isthmus.core.bench.serving import told_of_client, warm_up
 from isthmus.core.bench.workload import Shape, drawn_prompts
 from isthmus.core.cli.bench_server import find_server
@@ -174,6 +174,15 @@ def test_a_result_has_all_that_is_needed_to_do_it_again(serving, capsys, tmp_pat
     assert len(rows) == 12 and all(row["completion"] == 5 and row["ttft"] > 0 for row in rows)
     assert command(["x", "bench", "--api-key", "k", "--admin-api-key=k", "--rate"]) == [
         "isthmus", "bench", "--api-key", "(hidden)", "--admin-api-key=(hidden)", "--rate"]
+    words = ["isthmus serve m.gguf --api-key hush --max-tokens 5", "ISTHMUS_API_KEY=hush x --port {port}",
+             "env HF_TOKEN='hu sh' x", "x --Admin-Api-Key=hush,hush", 'x --token "hush" --tls-key hush',
+             "https://me:hush@host:8/v1", "--key", "hush", "--url=http://hush@h"]
+    told = command(["x", *words])
+    assert "hu" not in " ".join(told).replace("isthmus", "") and len(told) == len(words) + 1
+    assert told[1] == "isthmus serve m.gguf --api-key (hidden) --max-tokens 5"
+    assert told[6] == "https://(hidden)@host:8/v1" and told[2] == "ISTHMUS_API_KEY=(hidden) x --port {port}"
+    plain = "isthmus serve m --max-tokens 5 --prompt-tokens 8 --speculative draft,tokens=4 --keys"
+    assert hidden(plain) == plain
 
 
 def test_a_png_needs_matplotlib(serving, capsys, tmp_path):

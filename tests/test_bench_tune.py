@@ -112,6 +112,25 @@ def test_a_log_that_was_cut_is_taken_and_another_is_refused(tmp_path):
     assert issubclass(OutOfTime, Exception)
 
 
+@pytest.mark.parametrize("text", [
+    "one line without an end", "what\n", "a\nb", '{"not": "ours"}', '{"not": "ours"}\n{"x": 1}\ncut', "[1]\n", "5\ncut",
+    '{"isthmus_tune": 1, "goal": "y"}\ncut', '{"isthmus_tune": 1, "goal": "x"}\n{"a": 1}\ncut', "\n", "\x00"])
+def test_a_file_of_another_stays_as_it_is(tmp_path, text):
+    path = tmp_path / "log"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match="--state"):
+        Log(path, {"goal": "x"})
+    assert path.read_text() == text
+
+
+def test_a_log_that_was_cut_in_its_first_line_begins_anew(tmp_path):
+    for text in ("", '{"isthmus_tu'):
+        path = tmp_path / "log"
+        path.write_text(text)
+        Log(path, {"goal": "x"}).close()
+        assert path.read_text() == '{"isthmus_tune": 1, "goal": "x"}\n'
+
+
 def test_the_file_is_one_that_serve_takes(tmp_path):
     settings = merged({"model": "m.gguf", "platform_option": {"kernels": "torch"}},
                       {"chunked_prefill_size": 128, "platform_option:threads": "4", "overlap": False})
@@ -162,7 +181,8 @@ def test_the_default_beginning_is_among_the_default_values():
     (("--minutes", "0"), "--minutes 0"), (("--gain", "1"), "--gain 1"), (("--goal", "speed"), "--goal speed"),
     (("--concurrency", "1,2"), "one load is tuned for"), (("--knob", "x=1,2"), "no setting that can be tuned"),
     (("--knob", "chunked_prefill_size=1,2"), "its value now, 512, is not among those"),
-    (("-o", "/no/such/folder/x.yaml"), "no such folder")])
+    (("-o", "/no/such/folder/x.yaml"), "no such folder"),
+    (("-o", "x.trials"), "--state and --output are both x.trials")])
 def test_mistakes_are_told(words, part, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(["tune", *words]) == 2

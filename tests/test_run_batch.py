@@ -171,6 +171,23 @@ def test_words_that_cannot_be_taken(tmp_path, capsys):
     assert other.read_text() == '{"a": 1}\n'
 
 
+@pytest.mark.parametrize("text", [
+    "some notes\n", "one line", "a\nb\nc\n", '{"custom_id": "a"', '{"id": "batch_req_1', ""])
+@pytest.mark.parametrize("after", [False, True])
+def test_only_the_beginning_of_an_answer_is_dropped_from_an_output(tmp_path, text, after):
+    path, good = tmp_path / "out.jsonl", json.dumps(
+        {"id": "batch_req_0", "custom_id": "x", "response": {"status_code": 200}, "error": None}) + "\n"
+    path.write_text(before := (good + text if after else text))
+    if text in ("", '{"id": "batch_req_1'):
+        answers = Answers(path, False)
+        answers.close()
+        assert answers.done == ({"x"} if after else set()) and path.read_text() == (good if after else "")
+    else:
+        with pytest.raises(ConfigError, match=f"line {1 + after}: this is no answer of a batch; name another file"):
+            Answers(path, False)
+        assert path.read_text() == before
+
+
 def test_a_line_without_end_is_no_batch(tmp_path, monkeypatch):
     monkeypatch.setattr("isthmus.core.cli.posting.MAX_LINE", 1000)
     file = write(tmp_path / "in.jsonl", line("a"), line("b", prompt="x" * 2000))

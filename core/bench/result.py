@@ -4,6 +4,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -14,14 +15,19 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from ..errors import ConfigError
+from ..errors import ConfigError, encodable
 from ..files import open_regular
 from ..version import isthmus_version
 
 FORM = 1            # of the file
 MAX_FILE = 1 << 28  # bytes
 PACKAGES = ("numpy", "msgspec", "uvloop", "httptools", "torch", "jax", "mlx", "triton")
-SECRETS = ("--api-key", "--admin-api-key")
+HIDDEN = "(hidden)"
+_NAME = r"[\w-]*(?:key|token|secret|password)"
+_OPTION = re.compile(f"--{_NAME}", re.IGNORECASE)
+# What follows the name of a secret as an option or a variable, in a word or in a whole command; who logs in to a URL.
+_SECRET = re.compile(rf"""((?<![\w-])(?:--{_NAME}[ =]|{_NAME}=)\s*)("[^"]*"|'[^']*'|\S+)|(://)[^/@\s]+(@)""",
+                     re.IGNORECASE)
 
 
 class Figure(NamedTuple):
@@ -88,13 +94,17 @@ def about_here() -> dict[str, Any]:
                         "memory": psutil.virtual_memory().total, "load": psutil.getloadavg()[0]}}
 
 
+def hidden(text: str) -> str:
+    """A word or a command for files and terminals, without keys."""
+    return _SECRET.sub(lambda found: f"{found[1] or found[3]}{HIDDEN}{found[4] or ''}", text)
+
+
 def command(words: Sequence[str]) -> list[str]:
     """The command's words, without keys."""
     shown, hide = [], False
     for word in words:
-        name, sign, _ = word.partition("=")
-        shown.append("(hidden)" if hide else f"{name}=(hidden)" if sign and name in SECRETS else word)
-        hide = word in SECRETS
+        shown.append(HIDDEN if hide else hidden(word))
+        hide = _OPTION.fullmatch(word) is not None
     return ["isthmus", *shown[1:]]
 
 
@@ -117,7 +127,7 @@ def write_result(result: Result, path: Path) -> None:
     """Write it as JSON, whole or not at all."""
     part = path.with_name(f".{path.name}.new")
     try:
-        part.write_text(json.dumps(result.as_dict(), indent=1, ensure_ascii=False) + "\n", "utf-8")
+        part.write_text(encodable(json.dumps(result.as_dict(), indent=1, ensure_ascii=False)) + "\n", "utf-8")
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)

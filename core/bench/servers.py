@@ -16,6 +16,7 @@ from typing import IO
 import psutil
 
 from ..errors import ConfigError, cut, printable
+from .result import hidden
 
 LOOK_S = 0.05        # between two looks whether it is ready
 END_S = 30.0         # after which it is killed
@@ -28,14 +29,14 @@ def words_of(command: str, port: int) -> list[str]:
     try:
         words = shlex.split(command)
     except ValueError as error:
-        raise ConfigError(f"{command!r} is no command: {error}") from None
+        raise ConfigError(f"{hidden(command)!r} is no command: {error}") from None
     if not words:
         raise ConfigError("an empty command starts no server")
     ours = words[0] == "isthmus"
     if ours and not any(PLACE in word or word.startswith("--port") for word in words):
         words += ["--port", PLACE]
     if not any(PLACE in word for word in words):
-        raise ConfigError(f"{command!r}: say where the server takes its port, such as --port {PLACE}")
+        raise ConfigError(f"{hidden(command)!r}: say where the server takes its port, such as --port {PLACE}")
     words = [word.replace(PLACE, str(port)) for word in words]
     return [sys.executable, "-m", "isthmus", *words[1:]] if ours else words
 
@@ -54,7 +55,7 @@ class Started:
 
     def __init__(self, command: str, timeout: float = 600.0, environment: dict[str, str] | None = None):
         self.port = free_port()
-        self.url, self.command = f"http://127.0.0.1:{self.port}", command
+        self.url, self.command = f"http://127.0.0.1:{self.port}", hidden(command)
         words = words_of(command, self.port)
         self._said: IO[bytes] = tempfile.TemporaryFile()  # not a pipe: one that nobody reads stops it when full
         self.stages: list[tuple[float, str]] = []

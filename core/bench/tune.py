@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from ..errors import ConfigError
+from ..files import open_regular
 
 SCREEN = 4          # of the requests, one in so many is sent first
 HOPELESS = 0.8      # a screening that reaches less of the best's is not followed up
@@ -57,31 +58,38 @@ class Log:
     def __init__(self, path: Path, about: Mapping[str, Any]):
         self.path, self.known = path, {}
         about = json.loads(json.dumps({"isthmus_tune": 1, **about}))
-        lines = self._read()
+        lines, size = self._read(json.dumps(about) + "\n")
         if lines and lines[0] != about:
-            differ = [key for key in about if not isinstance(lines[0], dict) or lines[0].get(key) != about[key]]
+            differ = [key for key in about if lines[0].get(key) != about[key]]
             raise ConfigError(f"--state {path}: it is of another search ({', '.join(differ[:6])} differ): name another "
                               "file, or ask for the same")
         for line in lines[1:]:
             trial = Trial(**line)
             self.known[self._key(trial)] = trial
-        fresh = not lines
         self._file: TextIO = path.open("a", encoding="utf-8")
-        if fresh:
+        self._file.truncate(size)  # it may have been stopped while it wrote
+        if not lines:
             self._write(about)
 
-    def _read(self) -> list[Any]:
+    def _read(self, head: str) -> tuple[list[Any], int]:
+        """The lines that are whole, and their bytes. Nothing is written here: the file may be another's. head: how this
+        search's log begins."""
         try:
-            text = self.path.read_text("utf-8") if self.path.exists() else ""
-            whole, _, cut = text.rpartition("\n")
-            if cut:  # it was stopped while it wrote
-                self.path.write_text(whole + "\n" if whole else "", "utf-8")
-            found = [json.loads(line) for line in whole.splitlines()]
+            data = b""
+            if self.path.exists():
+                with open_regular(self.path) as file:
+                    data = file.read()
+            whole, end, cut = data.rpartition(b"\n")
+            found = [json.loads(line) for line in whole.split(b"\n")] if end else []
+            ours = isinstance(found[0], dict) and "isthmus_tune" in found[0] if found else head.encode().startswith(cut)
+            if not ours:
+                raise ValueError("it does not begin as one")
             for line in found[1:]:
                 Trial(**line)
-            return found
+            return found, len(whole + end)
         except (OSError, ValueError, TypeError, RecursionError) as error:
-            raise ConfigError(f"--state {self.path}: it is no log of `isthmus tune`: {error}") from None
+            raise ConfigError(f"--state {self.path}: it is no log of `isthmus tune`: {error}; name another "
+                              "file") from None
 
     @staticmethod
     def _key(trial: Trial) -> str:

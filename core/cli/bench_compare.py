@@ -96,7 +96,7 @@ def _servers(arguments: argparse.Namespace, resolved: Resolved) -> tuple[Result,
     """Pairs of runs on two servers, the first of a pair being A and B in turn."""
     from ..bench.evidence import judge_all
     from ..bench.recorder import read_slo
-    from ..bench.result import Result
+    from ..bench.result import Result, hidden
     check_workload(arguments)
     (load, *more), slo = make_loads(arguments), read_slo(arguments.slo)
     if more:
@@ -107,10 +107,10 @@ def _servers(arguments: argparse.Namespace, resolved: Resolved) -> tuple[Result,
         runs, subjects, workload, notes = _rounds(arguments, own_key(resolved), load, slo, line)
     sides = {side: [run.figures for run in runs if run.detail["side"] == side] for side in "AB"}
     verdicts = judge_all(sides["A"], sides["B"], True, arguments.margin)
-    about = {"a": arguments.a, "b": arguments.b, "interleaved": True, "rounds": arguments.rounds,
+    about = {"a": hidden(arguments.a), "b": hidden(arguments.b), "interleaved": True, "rounds": arguments.rounds,
              "fresh": arguments.fresh, "margin": arguments.margin, "workload": workload.name, **workload.facts,
              "load": load.facts, "slo_seconds": slo, "verdicts": [vars(v) for v in verdicts]}
-    told = [f"A: {arguments.a}", f"B: {arguments.b}",
+    told = [f"A: {about['a']}", f"B: {about['b']}",
             f"{workload.name}, {workload.requests} requests, {load}, {arguments.rounds} pairs, in turn",
             *_lines(verdicts), *(f"note: {note}" for note in notes)]
     for side in "AB":
@@ -146,12 +146,13 @@ def _rounds(arguments: argparse.Namespace, key: str | None, load: Any, slo: Any,
 def open_server(text: str, arguments: argparse.Namespace, key: str | None, line: ProgressLine) -> Iterator[Server]:
     """The server at a URL, or one that a command starts, warmed up."""
     from ..bench.drive import run_loop
+    from ..bench.result import hidden
     from ..bench.servers import Started
     from ..bench.serving import warm_up
     with ExitStack() as stack:
         url = text
         if " " in text.strip() or "://" not in text and ":" not in text:
-            line(f"start {text}")
+            line(f"start {hidden(text)}")
             url = stack.enter_context(Started(text, arguments.ready_timeout)).url
         server = find_server(url, None, key, arguments.turns > 1)
         if arguments.warmup > 0:

@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace, resolved: Resolved) -> int:
     from ..bench.picture import table_of, text_of
     from ..bench.quality import beside
     from ..bench.recorder import read_slo
-    from ..bench.result import Result
+    from ..bench.result import Result, hidden
     slo = read_slo(arguments.slo)
     with ProgressLine(sys.stderr) as line:
         rounds, scores, subjects, about = _measure(arguments, own_key(resolved), load, slo, texts, line)
@@ -71,8 +71,9 @@ def run(arguments: argparse.Namespace, resolved: Resolved) -> int:
         figures = {key: statistics.median(f[key] for f in every) for key in every[0] if all(key in f for f in every)}
         figures |= beside(scores[name], scores[arguments.servers[0]])
         figures["failed"] = sum(f["failed"] for f in every)
-        runs.append(_run(letter, name, figures, every))
-        told.append(f"  {letter}: {name}: " + _verdict(figures, runs[0].figures, arguments.allow, letter == "A"))
+        runs.append(_run(letter, hidden(name), figures, every))
+        verdict = _verdict(figures, runs[0].figures, arguments.allow, letter == "A")
+        told.append(f"  {letter}: {hidden(name)}: {verdict}")
     tokens = len(scores[arguments.servers[0]].tokens)
     configuration = {**about, "load": load.facts, "slo_seconds": slo, "rounds": arguments.rounds,
                      "scored_tokens": tokens, "allow": arguments.allow}
@@ -106,6 +107,7 @@ def _measure(arguments: argparse.Namespace, key: str | None, load: Any, slo: Any
              line: ProgressLine) -> tuple[dict[str, list[Run]], dict[str, Scores], dict[str, Any], dict[str, Any]]:
     """Runs and scores of each; the order is turned about from round to round."""
     from ..bench.drive import run_loop
+    from ..bench.result import hidden
     from ..bench.serving import measure
     names, about = list(dict.fromkeys(arguments.servers)), {}
     if len(names) < len(arguments.servers):
@@ -121,12 +123,12 @@ def _measure(arguments: argparse.Namespace, key: str | None, load: Any, slo: Any
                 with ExitStack() as own:
                     server = kept.get(name) or own.enter_context(open_server(name, arguments, key, line))
                     if name not in scores:
-                        line(f"score the text: {name}")
+                        line(f"score the text: {hidden(name)}")
                         scores[name] = _score(server, key, texts)
-                    line(f"round {number + 1} of {arguments.rounds}: {name}")
+                    line(f"round {number + 1} of {arguments.rounds}: {hidden(name)}")
                     workload = make_workload(arguments, server.vocab, not server.takes_ids, number)
                     rounds[name].append(run_loop(measure(server, workload, load, slo)))
-                subjects[name] = dict(server.subject)
+                subjects[hidden(name)] = dict(server.subject)
                 about = {"workload": workload.name, **workload.facts}
     return rounds, scores, subjects, about
 

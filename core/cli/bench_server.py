@@ -29,6 +29,7 @@ def find_server(url: str, model: str | None, key: str | None, chat: bool = False
     """Ask the server what it is and what it takes. Raises `ConfigError` and `RequestError` with the way out."""
     from ..bench.client import Target
     from ..bench.drive import run_loop
+    from ..bench.result import hidden
     from ..bench.serving import look
     backend = RemoteBackend(url, model, key, ASK_S)
     served = backend.served()
@@ -39,7 +40,7 @@ def find_server(url: str, model: str | None, key: str | None, chat: bool = False
     target = Target(parts.hostname or "", parts.port or (443 if backend.secure else 80), backend.secure,
                     backend.root_path, backend.headers, model or served[0], {}, ANSWER_S)
     vocab = info.get("vocab_size")
-    subject = {"url": backend.root, "model": target.model, "server": {k: info[k] for k in KEPT if k in info}}
+    subject = {"url": hidden(backend.root), "model": target.model, "server": {k: info[k] for k in KEPT if k in info}}
     return run_loop(look(target, vocab if isinstance(vocab, int) and 0 < vocab < 2**31 else DEFAULT_VOCAB, subject,
                          chat))
 

@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace, resolved: Resolved) -> int:
     check_result_files(arguments)
     from ..bench import startup
     from ..bench.picture import table_of, text_of
-    from ..bench.result import Result
+    from ..bench.result import Result, hidden
     key, notes = own_key(resolved), []
 
     def look(url: str):
@@ -61,8 +61,8 @@ def run(arguments: argparse.Namespace, resolved: Resolved) -> int:
             runs.append(startup.measure(arguments.server, "cold", arguments.ready_timeout, look)[0])
     if not files and not arguments.no_cold:
         notes.append("the server does not say where its model is: name it with --cold for cold starts")
-    about = {"command": arguments.server, "repeat": arguments.repeat, "cold": [str(path) for path in files]}
-    told = [f"{arguments.server}: {server.subject['model']}",
+    about = {"command": hidden(arguments.server), "repeat": arguments.repeat, "cold": [str(path) for path in files]}
+    told = [f"{about['command']}: {server.subject['model']}",
             *text_of(table_of(_medians(runs), ("ready_s", "first_token_s", "ttft_p50", "cpu_s", "resident_bytes")))]
     for label in ("warm", "cold"):
         if stages := _stages([r.detail["stages"] for r in runs if r.label == label]):

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +29,7 @@ from .session import end_children, fetch, in_process, in_thread, make_local_clie
 ANSWER_S = 3600.0  # for one answer
 RETRIES = 8        # of a request for which there is no place now
 LONGEST_WAIT_S = 30.0
+BEGIN = b'{"id": "'  # of an answer
 MAX_ID = 512       # characters of a custom_id
 MAX_TOLD = 300     # characters of a failure in the summary
 AGAIN = (0, 408, 409, 429, 500, 502, 503, 504)  # statuses of a finished file that are tried again by the next run
@@ -191,20 +193,26 @@ def list_requests(path: Path) -> Iterator[Asked]:
             seen.add(id)
 
 
+def _is_cut(path: Path, number: int) -> bool:
+    """Is a file's last line, of this number, the beginning of an answer, cut off as a process ended?"""
+    with open(path, "rb") as file:
+        line = next(islice(file, number - 1, None))
+    return not line.endswith(b"\n") and line[:len(BEGIN)] == BEGIN[:len(line)]
+
+
 class Answers:
     """The output file. done: custom ids that need not be asked for again. Raises `ConfigError` for another file."""
 
     def __init__(self, path: Path, overwrite: bool):
         self.done: set[str] = set()
-        kept, dropped = [], False
+        kept, dropped, cut = [], False, 0
         if path.exists() and not overwrite:
             for number, entry in json_lines(path, "answers"):
-                if isinstance(entry, RequestError):  # cut off as a process ended
-                    dropped = True
+                if not cut and isinstance(entry, RequestError):
+                    cut, dropped = number, True
                     continue
-                if not {"custom_id", "response", "error"} <= entry.keys():
-                    raise ConfigError(f"--output {path}, line {number}: this is no answer of a batch; name another "
-                                      "file, or add --overwrite")
+                if cut or not {"custom_id", "response", "error"} <= entry.keys():
+                    raise self._foreign(path, cut or number)
                 status = (entry["response"] or {}).get("status_code", 0)
                 again = entry["custom_id"] is None or not (status and status not in AGAIN)
                 if again:
@@ -212,12 +220,19 @@ class Answers:
                 else:
                     self.done.add(entry["custom_id"])
                     kept.append(number)
+            if cut and not _is_cut(path, cut):
+                raise self._foreign(path, cut)
         if dropped:
             self._rewrite(path, set(kept))
         try:
             self._file = open(path, "wb" if overwrite else "ab")
         except OSError as error:
             raise ConfigError(f"--output {path}: {(error.strerror or str(error)).lower()}") from None
+
+    @staticmethod
+    def _foreign(path: Path, number: int) -> ConfigError:
+        return ConfigError(f"--output {path}, line {number}: this is no answer of a batch; name another file, or add "
+                           "--overwrite")
 
     @staticmethod
     def _rewrite(path: Path, kept: set[int]) -> None:

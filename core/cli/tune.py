@@ -16,6 +16,7 @@ from ..errors import ConfigError, IsthmusError, said
 from ..files import check_written
 from ..settings import Resolved, check, list_settings, value_of
 from ..suggest import suggest
+from .backends import own_key
 from .bench_load import add_load_arguments, add_workload_arguments, check_workload, make_loads, make_workload
 from .bench_server import find_server
 from .parser import add_model_argument
@@ -74,8 +75,10 @@ def run(arguments: argparse.Namespace, resolved: Resolved) -> int:
     state = arguments.state or arguments.output.with_suffix(".trials")
     check_written(arguments.output, "--output")
     check_written(state, "--state")
+    if state.resolve() == arguments.output.resolve():
+        raise ConfigError(f"--state and --output are both {state}: name two files")
     base = _given(resolved, OPTION)
-    trials = Trials(arguments, base, load, slo, goal)
+    trials = Trials(arguments, base, load, slo, goal, own_key(resolved))
     log = Log(state, {"base": base, "goal": goal, "slo": slo, "load": load.facts, "knobs": arguments.knob, "workload": {
         name: str(getattr(arguments, name)) for name in (*arguments.defaults, "spread", "think", "trace", "prompts",
                                                         "speed", "longest", "text")}})
@@ -155,11 +158,14 @@ def _start(resolved: Resolved, knobs: list[Knob]) -> dict[str, Any]:
 
 
 class Trials:
-    """Starts a server with the settings, loads it, and ends it. platform: of the last one, as it says."""
+    """Starts a server with the settings, loads it, and ends it. key: that it asks for where a variable sets one.
+    platform: of the last one, as it says."""
 
-    def __init__(self, arguments: argparse.Namespace, base: Mapping[str, Any], load: Any, slo: Any, goal: str):
+    def __init__(self, arguments: argparse.Namespace, base: Mapping[str, Any], load: Any, slo: Any, goal: str,
+                 key: str | None = None):
         self.arguments, self.base, self.load, self.slo, self.goal = arguments, base, load, slo, goal
         self.line: Any = None
+        self.key = key
         self.platform = ""
 
     def measure(self, changes: Settings, part: str, number: int, limit: float) -> Trial:
@@ -195,7 +201,7 @@ class Trials:
             path.write_text(yaml_text(merged(self.base, changes), ()), "utf-8")
             ends = time.monotonic() + limit
             with Started(f"isthmus serve --config {path}", limit) as started:
-                server = find_server(started.url, None, None, self.arguments.turns > 1)
+                server = find_server(started.url, None, self.key, self.arguments.turns > 1)
                 self.platform = str(server.subject["server"].get("platform", ""))
                 given = argparse.Namespace(**vars(self.arguments))
                 if part == "screen":
