@@ -364,6 +364,21 @@ def test_a_default_that_does_not_fit_leaves_the_length_to_the_server(canned):
     assert [body.get("max_tokens") for _, _, body in canned.seen] == [512, None, 500, 512]
 
 
+def test_what_comes_after_the_reader_has_left_troubles_nobody(canned, monkeypatch):
+    faults, was = [], set(threading.enumerate())
+    monkeypatch.setattr(threading, "excepthook", faults.append)
+
+    async def body():
+        backend = RemoteBackend(f"127.0.0.1:{canned.server_port}")
+        await backend.open(lambda *_: None)
+        await anext(backend.stream("endless", {}, Turn(0)))
+    asyncio.run(body())
+    for thread in set(threading.enumerate()) - was:
+        if thread.name.endswith("(read)"):
+            thread.join(SOON)
+    assert not faults, faults[0]
+
+
 BASE = (400, b'{"error": {"message": "this model has no chat template: use /v1/completions"}}')
 
 

@@ -200,7 +200,8 @@ class RemoteBackend:
         path = self.path + ("/completions" if "prompt" in body else "/chat/completions")
 
         def put(item: Any) -> None:
-            loop.call_soon_threadsafe(queue.put_nowait, item)
+            with contextlib.suppress(RuntimeError):  # the loop is closed: who asked has left
+                loop.call_soon_threadsafe(queue.put_nowait, item)
 
         def read() -> None:
             try:
