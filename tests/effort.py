@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-SOON = 60.0  # seconds on the clock until what must happen counts as not happening; nothing is measured by it
+SOON = 120.0  # seconds on the clock until what must happen counts as not happening; nothing is measured by it
 
 
 @contextmanager

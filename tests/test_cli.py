@@ -39,7 +39,7 @@ def tiny(tmp_path_factory):
 
 def command_line(*words: str, **more):
     return subprocess.run([sys.executable, "-m", "isthmus.core.cli.main", *words], capture_output=True, text=True,
-                          timeout=60, **more)
+                          timeout=600, **more)
 
 
 # ---- help, typos, errors

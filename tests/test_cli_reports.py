@@ -166,7 +166,7 @@ def probing(folder: Path, line: str) -> list[str]:
      "acme_chip.py\", line 5 in probe"),
 ])
 def test_doctor_names_the_platform_that_ends_its_process_or_never_ends(tmp_path, line, reason, shown):
-    done = subprocess.run(probing(tmp_path, line), capture_output=True, text=True, timeout=120,
+    done = subprocess.run(probing(tmp_path, line), capture_output=True, text=True, timeout=600,
                           env={**os.environ, "COLUMNS": "200"})
     told = next(told for told in done.stdout.splitlines() if "acme" in told)
     assert done.returncode == 0 and reason in told and shown in done.stderr, done.stdout + done.stderr

@@ -40,7 +40,7 @@ def command(tmp_path: Path) -> Command:
             f"{prefix}\nclass Platform(Reference):\n    {body}\n")
         script = (f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from isthmus.core.cli.main import main; "
                   f"sys.exit(main(['conformance', '--platform=odd', '--only=all_reduce', *{list(words)!r}]))")
-        return subprocess.run([sys.executable, "-c", script], text=True, timeout=60, **{
+        return subprocess.run([sys.executable, "-c", script], text=True, timeout=600, **{
             "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "env": {**os.environ, "COLUMNS": "300"}, **more})
     return run
 

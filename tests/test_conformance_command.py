@@ -109,7 +109,7 @@ def test_an_installed_package_is_held_to_the_laws_and_has_its_ledger(package: Pa
     def command() -> subprocess.CompletedProcess[str]:
         code = f"import sys; sys.path.insert(0, {str(package)!r}); from isthmus.core.cli.main import main; " \
                "sys.exit(main(['conformance', '--platform=faulty', '--only', 'attention[*f64]']))"
-        return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=package, timeout=120)
+        return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=package, timeout=600)
     done = command()
     assert done.returncode == 1 and "wrong attention[copied_pages" in done.stdout, done.stdout + done.stderr
     (package / "isthmus_faulty" / "ledger.toml").write_text(
@@ -122,7 +122,7 @@ def test_a_mistake_in_a_platforms_code_is_no_reason_to_let_it_off(package: Path)
     (package / "isthmus_faulty" / "platform.py").write_text("import os\nundefined_name\n")
     script = f"import sys; sys.path.insert(0, {str(package)!r}); from isthmus.core.cli.main import main; " \
              "sys.exit(main(['conformance', '--platform=faulty', '--only', 'rope']))"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=600)
     assert done.returncode == 1
     assert "platform 'faulty': isthmus_faulty/platform.py:2: NameError: name 'undefined_name'" in done.stderr
 
@@ -145,7 +145,7 @@ class Platform(Reference):
 """)
     script = f"import sys; sys.path.insert(0, {str(package)!r}); from isthmus.core.cli.main import main; " \
              "sys.exit(main(['conformance', '--platform=faulty', '--only', 'rope', '--timeout', '1', '--verbose']))"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60,
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=600,
                           env={**os.environ, "COLUMNS": "200"})
     assert done.returncode == code and told in done.stdout + done.stderr, done.stdout + done.stderr
     assert done.stderr.startswith("1/")
@@ -200,7 +200,7 @@ class Platform(Reference):
                                text=True, cwd=package, env={**os.environ, "COLUMNS": "200"})
     lines = [running.stderr.readline(), running.stderr.readline()]
     running.send_signal(number)  # to the parent alone
-    output, rest = running.communicate(timeout=60)
+    output, rest = running.communicate(timeout=600)
     assert running.returncode == 130
     assert all(re.fullmatch(r"[12]/6 rope\[\S+,f64] passed, \d+\.\d\d s\n", line) for line in lines), lines
     third = "rope[1x128,to5,scale1.25,f64]"

@@ -11,6 +11,7 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from isthmus.core.cli.serve import listen
 from isthmus.core.cli.terminal import harmless
 
 from .checkpoints import tiny_llama_gguf
@@ -24,7 +25,8 @@ COST = 12  # seconds
 PROMPT, SENT = "\x1b[?2004h", "\x1b[?2004l"  # the line editor turns bracketed paste on and off
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
 SLOW_START = """
-import time
+GATE = ""
+import os, time
 import isthmus.core.engine as engine
 import isthmus.core.startup as startup
 load, warm = startup.load_model, engine.EngineCore._warm_up
@@ -32,6 +34,8 @@ def slowly(checkpoint, platform, manifest, dtype, strict, tell, *more):
     for done in range(0, 101, 20):
         tell and tell(done * 2**24, 100 * 2**24)
         time.sleep(0.06)
+    while GATE and not os.path.exists(GATE):
+        time.sleep(0.01)
     return load(checkpoint, platform, manifest, dtype, strict, None, *more)
 startup.load_model = slowly
 engine.EngineCore._warm_up = lambda self: (time.sleep(0.3), warm(self))[1]
@@ -57,7 +61,7 @@ def own_cache(monkeypatch, tmp_path):
 def test_a_server_starts_with_one_live_line_and_a_banner_of_at_most_twelve(tiny):
     with Terminal("serve", *tiny, "--in-process", "--port", "0", before=SLOW_START) as terminal:
         terminal.expect(" is ready after ")
-        terminal.expect("ANTHROPIC_AUTH_TOKEN")
+        terminal.expect("ANTHROPIC_AUTH_TOKEN=none")
         terminal.read()
         loading = terminal.seen.partition(" is ready after ")[0]
         assert loading.find("load weights") < loading.find("warm up") and " of 1.56 GiB" in loading
@@ -106,13 +110,15 @@ def test_without_a_terminal_progress_is_plain_lines(tiny):
 # ---- 11: 503 with the progress while it loads
 
 
-def test_while_it_loads_the_answer_is_503_with_the_progress_and_browsers_see_the_page(tiny):
-    with Terminal("serve", *tiny, "--in-process", "--port", "18431",
-                  before=SLOW_START.replace("0.06", "0.3")) as terminal:
+def test_while_it_loads_the_answer_is_503_with_the_progress_and_browsers_see_the_page(tiny, tmp_path):
+    with listen("127.0.0.1", 0) as free:
+        port = free.getsockname()[1]
+    with Terminal("serve", *tiny, "--in-process", "--port", str(port),
+                  before=SLOW_START.replace('GATE = ""', f"GATE = {str(tmp_path / 'go on')!r}")) as terminal:
         terminal.expect("load weights")
 
         def ask(path: str, **headers: str):
-            connection = http.client.HTTPConnection("127.0.0.1", 18431, timeout=SOON)
+            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=SOON)
             connection.request("GET", path, headers=headers)
             answer = connection.getresponse()
             return answer.status, answer.getheaders(), answer.read()
@@ -126,6 +132,9 @@ def test_while_it_loads_the_answer_is_503_with_the_progress_and_browsers_see_the
         status, headers, body = ask("/", Accept="text/html")
         assert status == 200 and b"<!doctype html>" in body
         assert ask("/page/chat.js")[0] == 200 and ask("/")[0] == 503
+        (tmp_path / "go on").touch()
+        terminal.expect(" is ready after ")
+        assert ask("/health")[0] == 200
 
 
 # ---- 6: the chat in the terminal
@@ -136,18 +145,18 @@ def test_a_conversation_with_commands_many_lines_and_figures(tiny):
                   columns=160) as terminal:
         at = terminal.expect(PROMPT, terminal.expect("/help lists the commands"))
         terminal.send("first line", "alt-enter", "second line", "enter")
-        at = terminal.expect("cached (", at)
+        at = terminal.expect(PROMPT, terminal.expect("cached (", at))
         assert re.search(r"\d tokens?, (?:[\d.]+ tok/s, )?first after \d+\.\d\d s, 0 of \d+ prompt tokens cached "
                          r"\(0%\)\)", shown_text(terminal))
         terminal.send('"""block one', "enter", 'block two"""', "enter")
-        at = terminal.expect("cached (", at)
+        at = terminal.expect(PROMPT, terminal.expect("cached (", at))
         shares = [int(share) for share in re.findall(r"cached \((\d+)%", shown_text(terminal))]
         assert len(shares) == 2 and shares[1] > 0, "the conversation before is in the cache"
         assert re.search(r"\d tokens, [\d.]+ tok/s, ", shown_text(terminal))
         terminal.send("/set", "enter")
-        at = terminal.expect("(temperature 0, max_tokens 6)", at)
+        at = terminal.expect(PROMPT, terminal.expect("(temperature 0, max_tokens 6)", at))
         terminal.send("/hlep", "enter")
-        at = terminal.expect("did you mean /help?", at)
+        terminal.expect(PROMPT, terminal.expect("did you mean /help?", at))
         terminal.send("/exit", "enter")
         assert terminal.end() == 0
 
@@ -167,7 +176,7 @@ raw_mode.__exit__ = lambda self, *error: (time.sleep(0.5), leave(self, *error))[
 
 @pytest.mark.parametrize("before", ["", SLOW_TO_LEAVE])
 def test_ctrl_c_stops_the_answer_and_nothing_else(tiny, before):
-    with Terminal("chat", *tiny, "--platform-option", "delay_ms=40", before=before) as terminal:
+    with Terminal("chat", *tiny, "--platform-option", "delay_ms=80", before=before) as terminal:
         at = terminal.expect(PROMPT, terminal.expect("/help lists the commands"))
         terminal.send("hello", "enter")
         at = terminal.expect(SENT, at)
@@ -175,7 +184,7 @@ def test_ctrl_c_stops_the_answer_and_nothing_else(tiny, before):
         at = terminal.expect("(stopped; ", at)
         at = terminal.expect(PROMPT, at)
         terminal.send("/set max_tokens 2", "enter")
-        at = terminal.expect("(max_tokens 2)", at)
+        at = terminal.expect(PROMPT, terminal.expect("(max_tokens 2)", at))
         terminal.send("again", "enter")
         terminal.expect(PROMPT, terminal.expect("cut at max_tokens 2", at))
         terminal.send("ctrl-d")

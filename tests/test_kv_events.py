@@ -129,9 +129,10 @@ class Subscriber(Follower):
                 return found
             found.append((int.from_bytes(number, "big"), payload))
 
-    def catch_up(self, timeout: float = 0.3) -> None:
-        """Take in all that comes until nothing comes for a while; gaps are filled from the replay socket."""
-        while self.socket.poll(timeout * 1000):
+    def catch_up(self, core: EngineCore) -> None:
+        """Take in all that the engine has published; gaps are filled from the replay socket."""
+        while self.next < core._publisher.sequence:
+            assert self.socket.poll(SOON * 1000), "nothing comes"
             topic, number, payload = self.socket.recv_multipart()
             self.topics.add(topic)
             number = int.from_bytes(number, "big")
@@ -206,10 +207,10 @@ def test_the_stream_adds_up_to_what_is_cached(streaming):
         if i == 30:
             assert core.command("flush_cache")["flushed_pages"] > 0
         if i % 10 == 9:
-            subscriber.catch_up(0.1)
+            subscriber.catch_up(core)
             assert subscriber.blocks == cached(core.cache) and subscriber.blocks
     run(core)
-    subscriber.catch_up()
+    subscriber.catch_up(core)
     assert subscriber.blocks == cached(core.cache)
     assert core.cache.evicted_pages > 0 and subscriber.topics == {b"kv@a@b"} and subscriber.cleared >= 2
 
@@ -234,19 +235,19 @@ def test_the_subscriber_of_the_documentation(streaming, addresses, capsys):
 
 def test_a_gap_is_filled_from_the_replay_socket(streaming):
     core, subscriber = streaming
-    subscriber.catch_up()
+    subscriber.catch_up(core)
     known = len(subscriber.missed)
-    subscriber.socket.unsubscribe(b"")
-    time.sleep(0.2)
     for i in range(5):
         submit(core, f"r{i}", [i, *range(12)], max_tokens=2)
         run(core)
     assert subscriber.blocks != cached(core.cache)
-    subscriber.socket.subscribe(b"")
-    time.sleep(0.2)
+    lost = -1
+    while lost < core._publisher.sequence - 1:
+        assert subscriber.socket.poll(SOON * 1000)
+        lost = int.from_bytes(subscriber.socket.recv_multipart()[1], "big")
     submit(core, "last", [30, *range(12)], max_tokens=2)
     run(core)
-    subscriber.catch_up()
+    subscriber.catch_up(core)
     assert len(subscriber.missed) >= known + 5
     assert subscriber.blocks == cached(core.cache)
 
@@ -275,6 +276,7 @@ def test_what_is_not_kept_any_more_is_told_anew(streaming, addresses):
         late.apply(late.replayed(late.next)[0][1])
         assert late.cleared == 1 and late.blocks == cached(core.cache) and late.blocks
         before = core._publisher.sequence
+        core._publisher._next_anew += 10 * SOON  # it has just done so
         late.replayed(0)
         core.command("ping")  # a loop of such requests does not make it repeat itself
         assert core._publisher.sequence == before
@@ -311,7 +313,7 @@ def test_domains_have_blocks_of_their_own(streaming):
         run(core)
         core.submit(msgspec.structs.replace(request, id=name + "2", domain=domain))
         run(core)
-    subscriber.catch_up()
+    subscriber.catch_up(core)
     assert subscriber.blocks == cached(core.cache) and len(subscriber.blocks) == 4
 
 

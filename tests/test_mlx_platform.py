@@ -81,7 +81,7 @@ def test_a_step_returns_before_it_is_built_and_errors_wait_for_collect(platform)
     gate, order = threading.Event(), []
 
     def forward(ops: Any, weights: Any, batch: Batch) -> Any:
-        assert gate.wait(20)
+        assert gate.wait(120)
         order.append(len(order))
         if len(order) == 2:
             raise ValueError("step 1 fails")
@@ -180,7 +180,7 @@ out, state = step(state, token_batch(2, np.zeros(2), targets=np.full(2, -1)))
 out.collect()
 print("torch" in sys.modules)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
     assert (done.returncode, done.stdout.split()) == (0, ["False"]), done.stderr
 
 

