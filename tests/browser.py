@@ -41,6 +41,7 @@ class Browser:
         self._base = f"http://127.0.0.1:{port[1]}"
         options = {"binary": chromium, "args": [*FLAGS, f"--user-data-dir={folder / 'profile'}"]}
         made = self._call("POST", "/session", {"capabilities": {"alwaysMatch": {
+            "timeouts": {"script": 100_000},  # ms
             "goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL"}}}})
         self._base += f"/session/{made['sessionId']}"
 

@@ -3,13 +3,14 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from isthmus.core.server.app import ROUTES
 from isthmus.core.server.chat_page import files
 from isthmus.core.server.openapi import describe
+
+from .effort import SOON
 
 INFO = {"served_model_name": "planned", "version": "1", "info": {
     "platform": "paper", "device": "a sheet", "dtype": "bf16", "max_model_len": 4096, "weight_bytes": 2**30,
@@ -26,9 +27,9 @@ def end(reason: str = "stop") -> dict[str, Any]:
 
 
 class PageServer:
-    """plans: one list of events for each answer, the last for all further ones; an event may be a number: seconds of
-    silence, or (status, body) as the first: a refusal. health: what /health says, with its status. asked: bodies of
-    requests."""
+    """plans: one list of events for each answer, the last for all further ones; an event may be a `threading.Event`
+    that is waited for, or (status, body) as the first: a refusal. health: what /health says, with its status. asked:
+    bodies of requests."""
 
     def __init__(self, *plans: list[Any]):
         self.plans, self.asked, self.health = list(plans), [], (200, {"status": "ok"})
@@ -66,8 +67,8 @@ class PageServer:
                 self.end_headers()
                 try:
                     for event in plan:
-                        if isinstance(event, int | float):
-                            time.sleep(event)
+                        if isinstance(event, threading.Event):
+                            event.wait(SOON)
                             continue
                         self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
                         self.wfile.flush()

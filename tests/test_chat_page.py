@@ -4,6 +4,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import threading
 from pathlib import Path
 
 import pytest
@@ -251,11 +252,13 @@ def test_hostile_markdown_takes_no_time(browser):
 
 
 def test_reasoning_is_folded_away_when_the_answer_begins(browser):
-    plan = [delta(reasoning_content="Let me "), delta(reasoning_content="think."), 0.3, delta(content="Four."), end()]
+    seen = threading.Event()
+    plan = [delta(reasoning_content="Let me "), delta(reasoning_content="think."), seen, delta(content="Four."), end()]
     with PageServer(plan) as server:
         visit(browser, server.url)
         browser.press("2+2?", "enter")
         browser.until(lambda: browser.js("return document.querySelector('details.thought')?.open"), "no thoughts")
+        seen.set()
         finished(browser)
         assert browser.js("return document.querySelector('details.thought').open") is False
         assert browser.js("return document.querySelector('details.thought .text').textContent") == "Let me think."
@@ -396,12 +399,14 @@ def test_edits_and_new_answers_stand_beside_the_old(browser):
 
 def test_conversations_are_listed_opened_and_deleted(browser):
     with PageServer(HELLO) as server:
-        server.plans[:0] = [[delta(content="It begins"), 1, end()]]
+        seen = threading.Event()
+        server.plans[:0] = [[delta(content="It begins"), seen, end()]]
         visit(browser, server.url)
         browser.press("about whales", "enter")
         browser.until(lambda: answers(browser) == ["It begins"], "nothing comes")
         assert browser.js("return document.querySelector('#list .now').innerText").startswith("about whales")
         assert browser.js("return document.querySelector('article.user .tools').innerText") == "Copy"
+        seen.set()
         finished(browser)
         browser.js("document.dispatchEvent(new KeyboardEvent('keydown', {key: 'k', ctrlKey: true}))")
         browser.until(lambda: not answers(browser), "no new chat")

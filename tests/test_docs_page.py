@@ -25,6 +25,7 @@ def test_the_api_is_described_for_people(browser):  # noqa: F811
         command = browser.js(f"return {chat}.querySelector('pre').textContent")
         assert command.startswith(f"curl {server.url}v1/chat/completions") and '"role":"user"' in command
         browser.press("embed")
-        shown = browser.js("return [...document.querySelectorAll('details:not([hidden])')].map(d => d.dataset.path)")
-        assert set(shown) == {"/v1/embeddings", "/api/embed", "/api/embeddings"}
+        shown = "return [...document.querySelectorAll('details:not([hidden])')].map(d => d.dataset.path)"
+        browser.until(lambda: set(browser.js(shown)) == {"/v1/embeddings", "/api/embed", "/api/embeddings"},
+                      "the search finds others")
         assert browser.errors == []
