@@ -7,14 +7,18 @@ import signal
 import tempfile
 import threading
 import time
+from collections import deque
 
 import psutil
 import pytest
+import zmq
+from isthmus.core.config import Config
 from isthmus.core.errors import EngineDead, EngineRestarting, Overloaded
-from isthmus.core.messages import TextOutput
+from isthmus.core.messages import Progress, Reply, TextOutput
 from isthmus.core.processes import three, workers
 from isthmus.core.processes.in_process import InProcessClient
 from isthmus.core.processes.three import ProcessClient
+from isthmus.core.processes.wire import encode
 from isthmus.core.processes.workers import SOCKETS, Workers
 from isthmus.core.server.errors import as_request_error, error_headers
 from isthmus.core.server.metrics import Metrics
@@ -24,7 +28,7 @@ from .effort import SOON
 from .effort import until as wait_until
 from .fake_engine import CRASH, RAISE, FakeEngine
 
-COST = 60  # seconds
+COST = 66  # seconds
 
 PLAIN_STEP = FakeEngine.step
 
@@ -249,3 +253,54 @@ def test_folders_of_killed_servers_are_swept_and_those_of_living_ones_are_not(tm
     assert made.directory.exists() and not own.exists()
     made.forget_directory()
     assert [p.name for p in tmp_path.iterdir()] == ["isthmus-soak"]
+
+
+# ---- what arrives
+
+def taking(*frames: bytes) -> ProcessClient:
+    """A client that is ready, and these frames on its socket."""
+    client, waiting = ProcessClient(Config()), deque(frames)
+
+    class Inbox:
+        def recv(self, flags):
+            if not waiting:
+                raise zmq.Again
+            return waiting.popleft()
+    client._loop, client._inbox = asyncio.get_running_loop(), Inbox()
+    client._serve()
+    return client
+
+
+def test_what_came_with_a_message_that_cannot_be_read_arrives_and_nobody_waits_for_ever():
+    async def body():
+        client = taking(encode(Reply("a", True, b'{"x": 1}')), b"\xc1 no message", encode(Reply("b", True, b"{}")))
+        client._started = client._loop.create_future()
+        answers = client._commands["a"], client._commands["b"] = [client._loop.create_future() for _ in "ab"]
+        client._read()
+        assert await answers[0] == {"x": 1} and client.died.is_set()
+        with pytest.raises(EngineDead, match="a message of the engine cannot be read"):
+            await answers[1]
+        await client._started if client._started.done() else None
+    asyncio.run(body())
+
+
+def test_what_goes_wrong_with_one_message_keeps_no_other_from_arriving(caplog):
+    async def body():
+        client = taking(encode(Progress("load", 1, 2)), encode(Reply("a", True, b'{"x": 1}')))
+        client._progress = lambda *told: 1 / 0
+        answer = client._commands["a"] = client._loop.create_future()
+        client._read()
+        assert await answer == {"x": 1} and client.health()[0]
+    asyncio.run(body())
+    assert "a message of the engine was lost" in caplog.text and "ZeroDivisionError" in caplog.text
+
+
+def test_an_engine_that_cannot_be_started_anew_is_dead(monkeypatch):
+    async def body(client):
+        def none(*_):
+            raise OSError(12, "no memory")
+        monkeypatch.setattr(three, "Workers", none)
+        os.kill(client.pids()["scheduler"], signal.SIGKILL)
+        await asyncio.wait_for(client.died.wait(), SOON)
+        assert "it cannot be started anew: OSError" in client.health()[1] and client.gone
+    with_client("processes", body, restart=3)

@@ -310,11 +310,11 @@ class EngineClient(ABC):
     def _receive_all(self, messages: Sequence[Any]) -> None:
         """Pass on messages that came together, in order: what one request has in several steps as one piece."""
         if len(messages) == 1:
-            return self._receive(messages[0])
+            return self._hand(self._receive, messages[0])
         for texts, group in itertools.groupby(messages, lambda message: isinstance(message, TextOutputs)):
             if not texts:
                 for message in group:
-                    self._receive(message)
+                    self._hand(self._receive, message)
                 continue
             self._unanswered = 0
             pieces: dict[str, list[TextOutput]] = {}
@@ -322,7 +322,15 @@ class EngineClient(ABC):
                 pieces.setdefault(output.id, []).append(output)
             for name, outputs in pieces.items():
                 if (backlog := self._streams.get(name)) is not None:
-                    backlog.put_all(outputs)
+                    self._hand(backlog.put_all, outputs)
+
+    @staticmethod
+    def _hand(take: Callable[[Any], None], what: Any) -> None:
+        """What goes wrong with one message must not keep the others from those who wait for them."""
+        try:
+            take(what)
+        except Exception:
+            log.exception("a message of the engine was lost")
 
     def _receive(self, message: Any) -> None:
         """Pass on one message of `ToApi`. Texts of requests that nobody waits for any more are dropped."""

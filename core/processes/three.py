@@ -7,6 +7,7 @@ from collections import deque
 from contextlib import suppress
 from typing import Any
 
+import msgspec
 import psutil
 import zmq
 
@@ -14,7 +15,7 @@ from ..config import Config
 from ..errors import EngineDead, EngineRestarting, Overloaded
 from ..messages import Ready, Submit, Watch
 from .client import EngineClient, ProgressCall
-from .wire import SPOKE, decode_to_api, encode, read_socket, write_socket
+from .wire import SPOKE, decode_to_api, describe, encode, read_socket, write_socket
 from .workers import ROLES, Workers, describe_exit
 
 RETRY_S = 0.02     # between tries to hand an abort to a scheduler whose queue is full
@@ -86,7 +87,8 @@ class ProcessClient(EngineClient):
         workers, self._workers = self._workers, None
         if self._pulse is not None:
             self._pulse.cancel()
-        self._loop.remove_reader(self._inbox.fileno())
+        if not self._inbox.closed:  # else it was never opened
+            self._loop.remove_reader(self._inbox.fileno())
         if self._again is not None:
             self._again.cancel()
         try:
@@ -108,6 +110,9 @@ class ProcessClient(EngineClient):
                 log.log(logging.INFO if rested else logging.WARNING, "the engine is there again")
             except EngineDead as error:
                 self._end("dead", str(error))
+            except Exception as error:  # such as no memory for a process: nobody would ever be told
+                log.exception("the engine cannot be started anew")
+                EngineClient._end(self, "dead", f"it cannot be started anew: {describe(error)}")
 
     def _unload(self) -> None:
         log.info("no request for %g s: the model is unloaded until one comes (--idle-unload)",
@@ -139,6 +144,7 @@ class ProcessClient(EngineClient):
     def _read(self) -> None:
         """Take what has come. The socket's descriptor tells of new messages only to those who have taken all."""
         messages: list[Any] = []
+        fault = ""
         if self._again is not None:  # the descriptor was faster
             self._again.cancel()
             self._again = None
@@ -148,8 +154,12 @@ class ProcessClient(EngineClient):
             self._again = self._loop.call_soon(self._read)  # a fast engine must not starve the loop
         except zmq.Again:
             pass
+        except msgspec.MsgspecError as error:
+            fault = f"a message of the engine cannot be read: {error}"
         if messages:
             self._receive_all(messages)
+        if fault:  # whose tokens they were nobody knows, and they would be waited for without end
+            self._end("dead", fault)
 
     def _send(self, message: Any) -> None:
         try:
