@@ -40,7 +40,7 @@ class Library:
         """The grammar, perhaps later. The future raises `GrammarError`, or what a broken installation raises."""
         key = spec.kind, spec.source
         future = self._kept.get(key)
-        if future is not None and not (future.done() and future.exception() is not None):
+        if future is not None and not (future.done() and (future.cancelled() or future.exception() is not None)):
             self._kept.move_to_end(key)
             return future
         check_spec(spec)
@@ -55,6 +55,12 @@ class Library:
         """Compile it anew when it is asked for again: matchers of one grammar may share what has come to a limit."""
         if self._kept.pop((spec.kind, spec.source), None) is not None:
             self._bytes -= len(spec.source)
+
+    def give_up(self, spec: GrammarSpec, future: Future[Grammar]) -> None:
+        """Nobody waits for it any more: who sends grammars and leaves must not have others wait until all are compiled.
+        One that is being compiled is kept."""
+        if future.cancel() and self._kept.get((spec.kind, spec.source)) is future:
+            self.forget(spec)
 
     @property
     def backend(self) -> GrammarBackend:

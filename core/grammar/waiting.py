@@ -64,12 +64,18 @@ class Compiling:
                 found.append((pending.submit, GrammarError(f"{field} was not compiled within {PATIENCE:g} s", field)))
             else:
                 continue
-            del self._pending[id]
+            self._forget(id)
         return found
 
     def drop(self, ids: Iterable[str]) -> list[Submit]:
         """Forget these requests; those that were here."""
-        return [pending.submit for id in ids if (pending := self._pending.pop(id, None)) is not None]
+        return [self._forget(id) for id in ids if id in self._pending]
+
+    def _forget(self, id: str) -> Submit:
+        submit, future, _ = self._pending.pop(id)
+        if not future.done() and all(other.grammar is not future for other in self._pending.values()):
+            self._library.give_up(submit.params.grammar, future)
+        return submit
 
 
 def matcher_of(future: Future[Grammar], submit: Submit, library: Library) -> Matcher:

@@ -65,14 +65,17 @@ async def rerank(server: Server, request: Request) -> Response:
     server.require_ready()
     caller = server.caller(request)
 
-    def start(body: bytes) -> tuple[RerankRequest, list[str], list[np.ndarray], list[int], Terms]:
+    def start(body: bytes) -> tuple[RerankRequest, list[str], list[int], Terms]:
         asked = read(RerankRequest, body)
         server.require_model(asked.model, adapters=False)
         documents = [_document(entry, f"documents[{i}]") for i, entry in enumerate(asked.documents)]
-        prompts = [_question(server, asked, text, f"documents[{i}]") for i, text in enumerate(documents)]
-        return asked, documents, prompts, _yes_and_no(server), terms(asked, caller, server.isolates)
+        return asked, documents, _yes_and_no(server), terms(asked, caller, server.isolates)
 
-    asked, documents, prompts, labels, its = await server.read(request, start, always=True)
+    asked, documents, labels, its = await server.read(request, start, always=True)
+    words = len(asked.query) + len(asked.instruction or "")  # which each document has again
+    prompts = await unless_hung_up(request, server.threads.read(
+        lambda: [_question(server, asked, text, f"documents[{i}]") for i, text in enumerate(documents)],
+        sum(map(len, documents)) + len(documents) * words, text=True))
     scores, tokens = await unless_hung_up(request, label_logprobs(server, request, prompts, labels, its))
     yes = 1 / (1 + np.exp(np.clip(scores[:, 1] - scores[:, 0], -700, 700)))
     order = np.argsort(-yes, kind="stable")[:asked.top_n].tolist()
@@ -113,9 +116,9 @@ async def _score_labels(server: Server, request: Request, asked: ScoreRequest) -
     query, items = asked.query, asked.items if isinstance(asked.items, list) else [asked.items]
     if not isinstance(query, str) or not 0 < len(items) <= MAX_DOCUMENTS or not all(isinstance(i, str) for i in items):
         raise invalid("items", f"must be 1 to {MAX_DOCUMENTS} texts, and query a text")
-    prompts = await server.threads.read(
+    prompts = await unless_hung_up(request, server.threads.read(
         lambda: [_ids(server, item + query if asked.item_first else query + item, f"items[{i}]")
-                 for i, item in enumerate(items)], sum(map(len, items)) + len(items) * len(query), text=True)
+                 for i, item in enumerate(items)], sum(map(len, items)) + len(items) * len(query), text=True))
     its = terms(asked, server.caller(request), server.isolates)
     scores, tokens = await unless_hung_up(request, label_logprobs(server, request, prompts, labels, its))
     if asked.apply_softmax:
@@ -152,7 +155,7 @@ def _question(server: Server, asked: RerankRequest, document: str, path: str) ->
     words = {"instruction": asked.instruction or INSTRUCTION, "query": asked.query, "document": document}
     if server.text.template is None:
         return _ids(server, PLAIN.format(**words), path)
-    check_size(server.text.least_tokens(len(document) + len(asked.query)), server.bounds, path)
+    check_size(server.text.least_tokens(sum(map(len, words.values()))), server.bounds, path)
     ids = server.text.encode_chat([{"role": "user", "content": QUESTION.format(**words)}],
                                   add_generation_prompt=True, enable_thinking=False)
     return _checked(server, ids, path)
