@@ -79,15 +79,15 @@ class Server:
 class Load:
     """Clients that stream one completion after the other. asked: when each running request was sent."""
 
-    def __init__(self, clients: int):
-        self.clients, self.url, self.stop = clients, "", False
+    def __init__(self, clients: int, answer_s: float):
+        self.clients, self.answer_s, self.url, self.stop = clients, answer_s, "", False
         self.asked: dict[int, float] = {}
         self.counts = {"done": 0, "failed": 0, "refused": 0}
         self.ended: dict[int, float] = {}
 
     async def run(self) -> None:
         limits = httpx.Limits(max_connections=self.clients + 4)
-        async with httpx.AsyncClient(timeout=60, limits=limits) as http:
+        async with httpx.AsyncClient(timeout=2 * self.answer_s + 60, limits=limits) as http:
             self.http = http
             await asyncio.gather(*(self._client(i) for i in range(self.clients)))
 
@@ -122,9 +122,9 @@ class Load:
         return "failed"
 
     async def answered(self, since: float) -> float:
-        """Wait until all that was asked before `since` has ended: seconds that it took, at most `ANSWER_S`."""
+        """Wait until all that was asked before `since` has ended: seconds that it took, at most `answer_s`."""
         while any(at < since for at in self.asked.values()):
-            if time.monotonic() - since > ANSWER_S:
+            if time.monotonic() - since > self.answer_s:
                 break
             await asyncio.sleep(0.01)
         return time.monotonic() - since
@@ -133,9 +133,9 @@ class Load:
 class Chaos:
     """The whole run. problems: empty when all is well."""
 
-    def __init__(self, folder: Path, model: str, clients: int, seed: int):
+    def __init__(self, folder: Path, model: str, clients: int, seed: int, answer_s: float):
         self.folder, self.model, self.rng = folder, model, random.Random(seed)
-        self.load, self.problems = Load(clients), []
+        self.load, self.problems, self.most_s = Load(clients, answer_s), [], answer_s
         self.kills = dict.fromkeys(ROLES, 0)
         self.answer_s, self.recovery_s = [], []
         self.shared: set[str] = set()
@@ -183,7 +183,7 @@ class Chaos:
             self.kills[role] += 1
             took = await self.load.answered(at)
             self.answer_s.append(took)
-            if took > ANSWER_S:
+            if took > self.most_s:
                 self.problems.append(f"{len(self.load.asked)} requests were not answered {took:.1f} s after {role} "
                                      "was killed")
             if role == "api":
@@ -211,7 +211,7 @@ class Chaos:
         self.problems.append(f"the server is not ready; its exit code is {server.process.poll()}")
 
     async def _gone(self, server: Server) -> None:
-        deadline = time.monotonic() + ANSWER_S
+        deadline = time.monotonic() + self.most_s
         while left := server.alive():
             if time.monotonic() > deadline:
                 self.problems.append(f"processes {left} outlive their server")
@@ -226,7 +226,7 @@ class Chaos:
             self.problems.append(f"shared memory is left: {left}")
 
 
-def chaos(times: int, clients: int = 12, seed: int = 0, model: str | None = None) -> dict:
+def chaos(times: int, clients: int = 12, seed: int = 0, model: str | None = None, answer_s: float = ANSWER_S) -> dict:
     """Run it: what was counted and measured, and `problems`."""
     with tempfile.TemporaryDirectory(prefix="isthmus-chaos-") as name:
         folder = Path(name, "tmp")
@@ -234,7 +234,7 @@ def chaos(times: int, clients: int = 12, seed: int = 0, model: str | None = None
         if model is None:
             file = runpy.run_path(str(Path(__file__).with_name("checkpoints.py")))
             model = str(file["tiny_llama_gguf"](Path(name, "tiny.gguf")))
-        result = asyncio.run(Chaos(folder, model, clients, seed).run(times))
+        result = asyncio.run(Chaos(folder, model, clients, seed, answer_s).run(times))
         if result["problems"]:
             result["log"] = Path(name, "server.log").read_text(errors="replace")[-4000:]
         return result

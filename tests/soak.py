@@ -25,6 +25,8 @@ from pathlib import Path
 import httpx
 import psutil
 
+READY_S = 300.0  # until a server that does not get ready, idle or to its end counts as lost
+
 
 def start_server(flags: list[str]) -> tuple[subprocess.Popen, str]:
     """`isthmus serve` on a free port: the process and its URL, once it is ready. What it says goes to a file: a pipe
@@ -32,7 +34,7 @@ def start_server(flags: list[str]) -> tuple[subprocess.Popen, str]:
     command = [sys.executable, "-m", "isthmus.core.cli.main", "serve", "--port=0", *flags]
     said = tempfile.NamedTemporaryFile("r", prefix="isthmus-soak-", suffix=".log")
     process = subprocess.Popen(command, stdout=open(said.name, "w"), stderr=subprocess.STDOUT)
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + READY_S
     while time.monotonic() < deadline and process.poll() is None:
         found = re.search(r"http://127\.0\.0\.1:\d+", Path(said.name).read_text())
         try:
@@ -43,13 +45,20 @@ def start_server(flags: list[str]) -> tuple[subprocess.Popen, str]:
             pass
         time.sleep(0.1)
     process.kill()
-    raise RuntimeError(f"the server was not ready in 120 s: {Path(said.name).read_text()[-2000:]}")
+    raise RuntimeError(f"the server was not ready in {READY_S:g} s: {Path(said.name).read_text()[-2000:]}")
 
 
-def resident(process: subprocess.Popen) -> int:
-    """Bytes resident in the server and its children."""
+def held(process: subprocess.Popen) -> int:
+    """Bytes that the server and its children hold, in memory or swapped out; the system may take files' pages."""
     parent = psutil.Process(process.pid)
-    return sum(p.memory_info().rss for p in [parent, *parent.children(recursive=True)])
+    return sum(_anonymous(p) for p in [parent, *parent.children(recursive=True)])
+
+
+def _anonymous(process: psutil.Process) -> int:
+    told = Path(f"/proc/{process.pid}/status")
+    if not told.exists():
+        return process.memory_info().rss
+    return 1024 * sum(map(int, re.findall(r"^(?:RssAnon|VmSwap):\s+(\d+) kB", told.read_text(), re.MULTILINE)))
 
 
 class Client:
@@ -117,21 +126,21 @@ async def load(url: str, clients: int, seconds: float, process: subprocess.Popen
     async with httpx.AsyncClient(base_url=url, timeout=180, limits=limits) as http:
         tasks = [asyncio.create_task(Client(i, i % 3 == 0, stop_at, counts, errors).run(http)) for i in range(clients)]
         while not all(t.done() for t in tasks):
-            memory.append(resident(process))
+            memory.append(held(process))
             await asyncio.wait(tasks, timeout=max(1.0, seconds / 60))
     return counts, errors, memory
 
 
 def drained(url: str) -> dict:
     """The engine's numbers once nothing runs and the cache is flushed."""
-    deadline, stats = time.monotonic() + 60, {}
+    deadline, stats = time.monotonic() + READY_S, {}
     while time.monotonic() < deadline:
         stats = httpx.get(url + "/server_info", timeout=60).json()["stats"]
         if stats and not stats["running"] and not stats["waiting"]:  # none while the engine is in a long step
             httpx.post(url + "/flush_cache", timeout=60).raise_for_status()
             return httpx.get(url + "/server_info").json()["stats"]
         time.sleep(0.2)
-    raise RuntimeError(f"still busy a minute after the last client left: {stats}")
+    raise RuntimeError(f"still busy {READY_S:g} s after the last client left: {stats}")
 
 
 def soak(clients: int, seconds: float, flags: list[str]) -> dict:
@@ -155,7 +164,7 @@ def soak(clients: int, seconds: float, flags: list[str]) -> dict:
     finally:
         process.send_signal(signal.SIGTERM)
         try:
-            process.wait(30)
+            process.wait(READY_S)
         except subprocess.TimeoutExpired:
             process.kill()
 

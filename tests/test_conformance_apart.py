@@ -8,16 +8,18 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from isthmus.conformance import Ledger, Outcome, Report, read_ledger, run_suite
 from isthmus.core.registry import RegistrationError
 from isthmus.platforms.reference.platform import Platform as Reference
+
+from .effort import until
 
 COST = 40  # seconds
 Command = Callable[..., subprocess.CompletedProcess[str]]
@@ -115,16 +117,13 @@ def test_the_process_ends_with_the_command(command: Command, tmp_path: Path) -> 
                        f"        os.kill(os.getppid(), {signal.SIGKILL:d})\n        time.sleep(600)")
     assert command(body, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).returncode == -signal.SIGKILL
     pid = int((tmp_path / "pid").read_text())
-    for _ in range(100):
+    def ended() -> bool:
         try:
             os.kill(pid, 0)
-            state = Path(f"/proc/{pid}/stat")
-            if state.exists() and ") Z " in state.read_text():
-                return
-        except ProcessLookupError:
-            return
-        time.sleep(0.1)
-    pytest.fail("the child is still there")
+            return ") Z " in Path(f"/proc/{pid}/stat").read_text()
+        except OSError:
+            return not psutil.pid_exists(pid)
+    until(ended)
 
 
 # ---- what they raise

@@ -48,8 +48,10 @@ class Checks:
             "second": f"code = int(open({str(self.code)!r}).read()); print('no GPU'); raise SystemExit(code)",
             "third": "import time; time.sleep(60)"}
         self.beside = False
+        self.limits = {"third": 1}  # seconds; others have all that they may need
         monkeypatch.setattr(check, "steps", lambda *_: [
-            check.Step(name, 1, (sys.executable, "-c", script), empty=(2,), beside=self.beside and at > 0)
+            check.Step(name, self.limits.get(name, 60), (sys.executable, "-c", script), empty=(2,),
+                       beside=self.beside and at > 0)
             for at, (name, script) in enumerate(self.scripts.items())])
         monkeypatch.setattr(check, "find", lambda *_: self.subject)
         monkeypatch.setattr(sys.modules["report"], "TITLES", {name: name for name in self.scripts})
@@ -131,9 +133,9 @@ def test_tests_that_were_all_skipped_were_not_run(check, tmp_path, body, outcome
     (tmp_path / "test_it.py").write_text(f"import pytest\n{body}\n")
     command = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={tmp_path / 'k.xml'}",
                str(tmp_path / "test_it.py"))
-    step = check.Step("k", 30, command, tests=True, empty=(5,))
+    step = check.Step("k", 300, command, tests=True, empty=(5,))
     status: dict = {}
-    check.run_steps([step], tmp_path, check.Subject("cuda", "a GPU", False, "c"), 30, status, lambda: None)
+    check.run_steps([step], tmp_path, check.Subject("cuda", "a GPU", False, "c"), 300, status, lambda: None)
     found = json.loads((tmp_path / "k.json").read_text())
     assert status["k"]["outcome"].startswith(outcome) and found["rows"][0]["passed"] == passed
     assert found["of"]["device"] == "a GPU"
@@ -186,6 +188,7 @@ def test_help_is_whole(check, capsys):
 def test_a_step_that_ignores_the_interrupt_is_ended(three, monkeypatch):
     monkeypatch.setattr(sys.modules["steps"], "GRACE", 1)
     three.scripts = {"first": "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); time.sleep(60)"}
+    three.limits = {"first": 1}
     assert three() == (1, {"first": "ended after 1 s"})
 
 

@@ -113,7 +113,7 @@ def test_comments_while_silent(hold):
 
 
 def test_no_comments_while_tokens_flow_or_when_off():
-    made = make_app(server={"sse_ping": 1}, delay=0.005)  # two seconds of tokens
+    made = make_app(server={"sse_ping": 2}, delay=0.01)  # four seconds of tokens
     assert ": ping" not in text(run(made, "/v1/chat/completions", stream=True, ignore_eos=True))
     silent = make_app(server={"sse_ping": 0})
     silent.client.hold = 3
