@@ -145,7 +145,7 @@ class Platform(Reference):
 """)
     limit = 1 if "longer" in told else 300
     script = f"import sys; sys.path.insert(0, {str(package)!r}); from isthmus.core.cli.main import main; " \
-             f"sys.exit(main(['conformance', '--platform=faulty', '--only', 'rope', '--timeout', '{limit}', '--verbose']))"
+             f"sys.exit(main(['conformance', '--platform=faulty', '--only=rope', '--timeout={limit}', '--verbose']))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=600,
                           env={**os.environ, "COLUMNS": "200"})
     assert done.returncode == code and told in done.stdout + done.stderr, done.stdout + done.stderr
