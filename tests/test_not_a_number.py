@@ -11,18 +11,23 @@ from .checkpoints import as_gguf, tiny_llama_gguf, tiny_llama_metadata, tiny_wei
 ODD = 7  # the token whose embedding is broken
 
 
-@pytest.fixture(scope="module", params=["reference", "cpu"])
+PLATFORMS = {"reference": {"platform": "reference"}, "cpu": {"platform": "cpu"},
+             "cpu by torch": {"platform": "cpu", "platform_option": ("kernels=torch",)}}
+
+
+@pytest.fixture(scope="module", params=PLATFORMS)
 def platform(request):
-    if request.param == "cpu":
+    """What `Engine` is asked for."""
+    if request.param != "reference":
         pytest.importorskip("torch")
-    return request.param
+    return PLATFORMS[request.param]
 
 
 def test_a_model_of_nothing_else_is_refused_at_load(tmp_path, platform):
     weights = {name: np.full_like(value, np.nan) for name, value in tiny_weights().items()}
     path = write_gguf(tmp_path / "nan.gguf", tiny_llama_metadata(), as_gguf(weights))
     with pytest.raises(CheckpointError, match="is not a number"):
-        Engine(str(path), platform=platform)
+        Engine(str(path), **platform)
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +39,7 @@ def engine(tmp_path_factory, platform):
     weights[embedding] = weights[embedding].copy()
     weights[embedding][ODD] = np.nan
     path = write_gguf(tmp_path_factory.mktemp("odd") / "odd.gguf", tiny_llama_metadata(), as_gguf(weights))
-    with Engine(str(path), platform=platform) as engine:
+    with Engine(str(path), **platform) as engine:
         yield engine
 
 
@@ -56,5 +61,5 @@ def test_others_at_the_same_time_are_served(engine):
 
 
 def test_the_file_of_these_tests_is_sound_without_the_fault(tmp_path, platform):
-    with Engine(str(tiny_llama_gguf(tmp_path / "sound.gguf")), platform=platform) as engine:
+    with Engine(str(tiny_llama_gguf(tmp_path / "sound.gguf")), **platform) as engine:
         assert engine.generate([5, ODD, 6], max_tokens=2, logprobs=0).logprobs is not None

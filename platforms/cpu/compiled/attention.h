@@ -13,6 +13,7 @@ namespace isthmus {
 constexpr int KEYS = 64;     // positions in a block
 constexpr int QUERIES = 48;  // queries in a tile at most, heads that share K and V counted each
 constexpr long SPLIT = 128;  // positions after which the sums begin anew, for any query
+static const uint16_t NOTHING[256] = {};  // K or V where no position is
 
 struct Sight {                            // what all queries of a layer have in common
     const uint16_t* kv;                   // [slots][2][kv_heads][d]
@@ -68,18 +69,17 @@ static inline void expect_block(const Sight& a, long head, long first, long keys
 // positions' V lies.
 static inline void read_block(const Sight& a, long head, long first, long keys, bool many, const uint16_t** values,
                               Scratch& t) {
-    static const uint16_t nothing[256] = {};
     const long d = a.d, stride = 2 * a.kv_heads * d;
     const uint16_t* at[KEYS];
     long page = first / a.page_size, offset = first % a.page_size;
     for (long i = 0; i < KEYS; i++) {
-        at[i] = i < keys ? a.kv + ((long)a.pages[page] * a.page_size + offset) * stride + head * d : nothing;
+        at[i] = i < keys ? a.kv + ((long)a.pages[page] * a.page_size + offset) * stride + head * d : NOTHING;
         if (++offset == a.page_size) offset = 0, page++;
     }
     for (long i = 0; i < KEYS; i += 8)
         for (long j = 0; j < d; j += 8) turn_keys(at + i, j, t.kt + j * KEYS + i);
     for (long i = 0; i < KEYS; i++) {
-        values[i] = i < keys ? at[i] + a.kv_heads * d : nothing;
+        values[i] = i < keys ? at[i] + a.kv_heads * d : NOTHING;
         for (long j = 0; j < (many ? d : 0); j += LANES) store(t.v + i * d + j, from_bf16(values[i] + j));
     }
 }
@@ -160,66 +160,100 @@ static inline void begin_sums(int M, long d, float* out, float* most, float* tot
     std::memset(out, 0, M * d * sizeof(float));
 }
 
+// Is one of `keys` vectors no number, or infinite, somewhere? An exponent of ones and a one more is a carry.
+static inline bool unsound(const uint16_t* const* values, long keys, long d) {
+    u16x16 carry{};
+    for (long i = 0; i < keys; i++)
+        for (long j = 0; j < d; j += LANES) carry = carry | ((load<u16x16>(values[i] + j) & 0x7F80) + 0x80);
+    for (int i = 0; i < LANES; i++)
+        if (carry[i] & 0x8000) return true;
+    return false;
+}
+
+// Which positions a query at `at` sees: [low, high).
+struct Seen {
+    long low, high;
+};
+static inline Seen seen_by(const Sight& a, long at) { return {a.window ? at - a.window + 1 : 0, at + 1}; }
+
+// As `weigh`, query by query, with zeros for values that it does not see: nothing times no number would be none.
+static inline void weigh_seen(const Sight& a, int M, const float* s, const uint16_t* const* values, const long* at,
+                              long first, float* out) {
+    for (int m = 0; m < M; m++) {
+        const Seen seen = seen_by(a, at[m]);
+        const uint16_t* own[KEYS];
+        for (long i = 0; i < KEYS; i++) own[i] = first + i >= seen.low && first + i < seen.high ? values[i] : NOTHING;
+        weigh<1>(s + m * KEYS, own, a.d, out + m * a.d);
+    }
+}
+
+// Scores s [KEYS] of positions from `first` on to weights under the largest score so far. What is no number stays none:
+// a largest score leaves it out, and the sum of weights has it. A sum of 0 means that nothing was seen.
+static inline void weights_of(const Sight& a, const Seen& seen, long first, float* s, float* out, float& most,
+                              float& total) {
+    const i32x16 low = i32x16{} + (int32_t)(seen.low - 1), high = i32x16{} + (int32_t)seen.high;
+    const bool nothing = seen.low >= first + KEYS || seen.high <= first;
+    f32x16 top = splat(-INFINITY);
+    for (int i = 0; i < (nothing ? 0 : KEYS); i += LANES) {
+        f32x16 v = load<f32x16>(s + i) * a.scale;
+        if (a.softcap) v = vtanh(v / a.softcap) * a.softcap;
+        const i32x16 place = count_from((int32_t)(first + i));
+        v = select((place > low) & (place < high), v, splat(-INFINITY));
+        store(s + i, v);
+        top = vmax(v, top);
+    }
+    if (nothing) {
+        std::memset(s, 0, KEYS * sizeof(float));
+        return;
+    }
+    const float before = most, now = std::max(before, largest(top));
+    f32x16 added{};
+    for (int i = 0; i < KEYS; i += LANES) {
+        const i32x16 place = count_from((int32_t)(first + i));
+        const f32x16 p = select((place > low) & (place < high), vexp(load<f32x16>(s + i) - now), f32x16{});
+        store(s + i, p);
+        added += p;
+    }
+    if (now > before && before > -INFINITY) {
+        const float shrink = vexp(splat(before - now))[0];
+        total *= shrink;
+        for (long j = 0; j < a.d; j += LANES) store(out + j, load<f32x16>(out + j) * shrink);
+    }
+    most = now;
+    total += sum(added);
+}
+
 // Queries q[i] (M of them, row stride qs) at positions at[i] over positions [from, to): adds to out [M][d] sums, and
 // their largest score and sum of weights.
 static inline void attend(const Sight& a, long head, int M, const float* q, long qs, const long* at, long from, long to,
                           float* out, float* most, float* total, Scratch& t) {
     const long d = a.d;
-    long oldest = at[0], newest = at[0];
-    for (int m = 1; m < M; m++) oldest = std::min(oldest, at[m]), newest = std::max(newest, at[m]);
+    const long oldest = *std::min_element(at, at + M), newest = *std::max_element(at, at + M);
     if (a.window) from = std::max(from, std::max(0L, oldest - a.window + 1) / KEYS * KEYS);
     to = std::min(to, newest + 1);
     if (from < to) expect_block(a, head, from, std::min<long>(KEYS, to - from));
     for (long first = from; first < to; first += KEYS) {
-        const long next = first + KEYS;
+        const long next = first + KEYS, keys = std::min<long>(KEYS, to - first);
         if (next < to) expect_block(a, head, next, std::min<long>(KEYS, to - next));
         const uint16_t* values[KEYS];
-        read_block(a, head, first, std::min<long>(KEYS, to - first), M > ROWS, values, t);
+        read_block(a, head, first, keys, M > ROWS, values, t);
         product(M, q, qs, t.kt, KEYS, d, t.s[0], KEYS, false);
-        for (int m = 0; m < M; m++) {
-            float* s = t.s[m];
-            const i32x16 low = i32x16{} + (int32_t)(a.window ? at[m] - a.window : -1);
-            const i32x16 high = i32x16{} + (int32_t)(at[m] + 1);
-            f32x16 top = splat(-INFINITY);
-            for (int i = 0; i < KEYS; i += LANES) {
-                f32x16 v = load<f32x16>(s + i) * a.scale;
-                if (a.softcap) v = vtanh(v / a.softcap) * a.softcap;
-                const i32x16 place = count_from((int32_t)(first + i));
-                v = select((place > low) & (place < high), v, splat(-INFINITY));
-                store(s + i, v);
-                top = vmax(top, v);
-            }
-            const float before = most[m], now = std::max(before, largest(top));
-            if (now == -INFINITY) {
-                std::memset(s, 0, KEYS * sizeof(float));
-                continue;
-            }
-            f32x16 added{};
-            for (int i = 0; i < KEYS; i += LANES) {
-                f32x16 v = load<f32x16>(s + i), p = vexp(v - now);
-                p = select(v == splat(-INFINITY), f32x16{}, p);
-                store(s + i, p);
-                added += p;
-            }
-            if (now > before && before > -INFINITY) {
-                const float shrink = vexp(splat(before - now))[0];
-                total[m] *= shrink;
-                for (long j = 0; j < d; j += LANES) store(out + m * d + j, load<f32x16>(out + m * d + j) * shrink);
-            }
-            most[m] = now;
-            total[m] += sum(added);
-        }
-        if (M > ROWS)
+        for (int m = 0; m < M; m++) weights_of(a, seen_by(a, at[m]), first, t.s[m], out + m * d, most[m], total[m]);
+        const bool whole = oldest + 1 >= first + keys && (!a.window || newest - a.window < first);  // to all queries
+        if (!whole && unsound(values, keys, d))
+            weigh_seen(a, M, t.s[0], values, at, first, out);
+        else if (M > ROWS)
             product(M, t.s[0], KEYS, t.v, d, KEYS, out, d, true);
         else
             weigh_few(M, t.s[0], values, d, out);
     }
 }
 
+// A part of which nothing was seen has a sum of 0.
 static inline void merge(float* out, float& most, float& total, const float* part, float part_most, float part_total,
                          long d) {
-    if (part_most == -INFINITY) return;
-    if (most == -INFINITY) {
+    if (part_total == 0) return;
+    if (total == 0) {
         std::memcpy(out, part, d * sizeof(float));
         most = part_most, total = part_total;
         return;
@@ -232,7 +266,7 @@ static inline void merge(float* out, float& most, float& total, const float* par
 }
 
 static inline void finish(const float* out, float total, long d, float* y) {
-    const float scale = total > 0 ? 1.0f / total : 0.0f;
+    const float scale = total == 0 ? 0.0f : 1.0f / total;
     for (long j = 0; j < d; j += LANES) store(y + j, load<f32x16>(out + j) * scale);
 }
 

@@ -42,6 +42,13 @@ class Library:
             pack.restype, pack.argtypes = None, [pointer, pointer, pointer, number, number, pointer]
 
 
+def builds_for(capability: str) -> tuple[str, ...]:
+    """Every build that such a processor runs, the best first."""
+    best = build_for(capability)
+    names = tuple(BUILDS.values())
+    return names[names.index(best):] if best in names else (best,)
+
+
 def build_for(capability: str) -> str:
     """The name of the build for a processor of this `torch.backends.cpu.get_cpu_capability()`."""
     return BUILDS.get(capability, "plain")

@@ -76,6 +76,8 @@ static void products(const float* x, long xs, long M, const uint8_t* w, long blo
 
 // ---- codes
 
+constexpr float LEAST = 1e-34f;  // what is smaller is coded as 0: its inverse would not be finite
+
 // Rows in 16 bits, in tiles of ROWS that lie [K / 2][rows]; scales and sums of groups [K / GROUP][rows].
 struct Coded {
     std::vector<int32_t> pairs;
@@ -93,7 +95,7 @@ struct Coded {
         for (long k = 0; k < K; k += GROUP, scale += rows, sum_ += rows) {
             const f32x16 a = load<f32x16>(x + k), b = load<f32x16>(x + k + LANES);
             const float top = largest(vmax(vmax(a, -a), vmax(b, -b)));
-            const float inverse = top > 0 ? 32767.0f / top : 0.0f;
+            const float inverse = top > LEAST ? 32767.0f / top : 0.0f;
             const i32x16 low = whole(a * inverse), high = whole(b * inverse);
             *scale = top / 32767.0f + sum(a * 0.0f + b * 0.0f);
             int32_t codes[GROUP], total = 0;

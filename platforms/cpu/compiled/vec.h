@@ -203,6 +203,7 @@ static ISTHMUS_INLINE i32x16 multiply_pairs(const i32x16& a, const i32x16& b) {
 static ISTHMUS_INLINE f32x16 select(i32x16 mask, f32x16 yes, f32x16 no) {
     return (f32x16)(((i32x16)yes & mask) | ((i32x16)no & ~mask));
 }
+// The second where one of them is no number: a limit comes first, so that what is no number stays none.
 static ISTHMUS_INLINE f32x16 vmax(f32x16 a, f32x16 b) { return select(a > b, a, b); }
 static ISTHMUS_INLINE f32x16 vmin(f32x16 a, f32x16 b) { return select(a < b, a, b); }
 
@@ -227,9 +228,10 @@ static ISTHMUS_INLINE float largest(const f32x16& v) {
 // The nearest whole numbers of values within +-2^22.
 static ISTHMUS_INLINE i32x16 whole(const f32x16& v) { return (i32x16)(v + 12582912.0f) - 0x4B400000; }
 
-// exp by 2^n * p(r): Cody and Waite's reduction and a polynomial of degree 6; within 2 units in the last place.
+// exp by 2^n * p(r): Cody and Waite's reduction and a polynomial of degree 6; within 2 units in the last place. Of no
+// number it is none.
 static ISTHMUS_INLINE f32x16 vexp(f32x16 x) {
-    x = vmin(vmax(x, splat(-87.336544f)), splat(88.37626f));
+    x = vmin(splat(88.37626f), vmax(splat(-87.336544f), x));
     const f32x16 t = x * 1.44269504f + splat(12582912.0f);
     const i32x16 n = (i32x16)t - 0x4B400000;
     const f32x16 k = t - splat(12582912.0f);
@@ -244,7 +246,7 @@ static ISTHMUS_INLINE f32x16 vexp(f32x16 x) {
     return p * (f32x16)((n + 127) << 23);
 }
 static inline f32x16 vtanh(f32x16 x) {
-    const f32x16 e = vexp(vmin(vmax(2.0f * x, splat(-30.0f)), splat(30.0f)));
+    const f32x16 e = vexp(vmin(splat(30.0f), vmax(splat(-30.0f), 2.0f * x)));
     return (e - 1.0f) / (e + 1.0f);
 }
 
