@@ -137,8 +137,18 @@ def conversations(stage: Stage) -> None:
         stage.again(stage.between(8, 60), text, 1)
 
 
+def loops(stage: Stage) -> None:
+    """A few texts in turn, over and over, as many as the loop is drawn to have; then as many others."""
+    if stage.now >= stage.until:
+        stage.until = stage.now + stage.between(300, 1500)
+        stage.texts = [stage.text() for _ in range(stage.between(10, 400))]
+    stage.now += 1
+    stage.prompts.append(stage.texts[stage.now % len(stage.texts)] if stage.rng.random() < 0.8 else stage.text())
+
+
 DRAWN: dict[str, Callable[[Stage], None]] = {
-    play.__name__: play for play in (recency, heavy_tail, reversal, slow_reversal, delay, breath, moods, conversations)}
+    play.__name__: play for play in (recency, heavy_tail, reversal, slow_reversal, delay, breath, moods, conversations,
+                                 loops)}
 
 
 def drawn(name: str, requests: int, seed: int = 0) -> Trace:

@@ -21,8 +21,8 @@ WITHIN = (10.0, 60.0, 600.0)  # seconds, between the kinds of requests whose nex
 NONE, ENDS, SINGLE, SOON = 0, 1, 2, 3
 HINTS = SOON + len(WITHIN) + 1
 BEHIND, LEVEL = 0.02, 0.01    # shares of the pages asked for: further behind LRU it is LRU, until it is level
-LOST, AGAIN = 0.001, 0.0005   # the same of all that were ever asked for, beside `CREDIT`
-CREDIT = 0.04                 # of the cache's pages: what learning may cost
+LOST, CREDIT = 0.001, 0.04    # of all pages ever asked for, and of the cache's: what learning may cost
+RECENT = 4                    # caches' worth of pages asked for that tell what LRU misses
 _EDGES = EDGES[1:BINS].tolist()
 
 
@@ -42,7 +42,8 @@ class Learned:
     recently used leaf, and among these the one whose index at its age is least.
 
     Until a class has data it is like all others, and before there is any the order is LRU's. So it is while LRU, which
-    is followed beside, would have had more hits of late, or more in all than learning may cost.
+    is followed beside, would have had more hits of late. All that it can have more from now on are the pages that it
+    holds and that were evicted here: there are never more of these than `spare`.
     """
 
     watches = True
@@ -54,7 +55,8 @@ class Learned:
         self.plain = False                  # LRU for now
         self._asked = self._behind = 0.0    # pages: asked for of late, and how many more of them LRU would have had
         self._asked_ever = self._behind_ever = 0.0  # the same since the beginning
-        self._most = CREDIT * capacity              # of the latter, before it is LRU
+        self._most = CREDIT * capacity  # of the latter: what learning may cost
+        self._missed = 0.0              # pages of late that LRU would have had, had it been larger
         self._index: list[list[float]] = self.model.index.tolist()
         self._heaps: dict[int, list[tuple[int, int, Node]]] = {}
         self._entries, self._limit = 0, 1024
@@ -83,12 +85,11 @@ class Learned:
             node.hits, node.mark, node = again, number, parent
         behind = self.shadow.use(number, events, first) - depth
         asked = depth + len(rest) // self._page_bytes if rest and self._page_bytes else depth
+        self._missed += self.shadow.missed - self._missed * min(1.0, asked / (RECENT * self.capacity))
         self._behind += behind
         self._asked += asked
         self._behind_ever += behind
         self._asked_ever += asked
-        if self._behind_ever > self._most:
-            self.plain = True
         self._kind[number % RING] = min(max(turn - 1, 0), TURNS - 1) * HINTS + hint_kind(hint)
         return Use(number, seam, hits)
 
@@ -105,7 +106,9 @@ class Learned:
             node.turn += 1
 
     def drop(self, node: Node, keep: int) -> None:
-        self._cached -= node.size - keep
+        gone = node.size - keep
+        self._cached -= gone
+        self.shadow.shrank(node.mark, gone, self._cached)
         self.ghosts.bury(node, keep)
         if keep:
             node.turn = node.parent.turn
@@ -123,21 +126,36 @@ class Learned:
         if self._entries > self._limit:
             self._compact()
 
+    @property
+    def spare(self) -> float:
+        """Of the pages that LRU holds, how many may be out of the cache: what learning may cost and has not yet, and,
+        the less the more of that is spent, as many as LRU has missed of late. Where it misses none, none can be won."""
+        left = self._most - self._behind_ever
+        return left + self._missed * min(1.0, max(0.0, left / self._most))
+
     def pop(self) -> Node | None:
-        best, least, oldest = None, 0.0, 0
-        plain, index, used = self.plain, self._index, self._used
+        heads = []  # the least recently used leaf of each class: (its last use, class)
         for kind, heap in self._heaps.items():
             while heap:
                 mark, _, node = heap[0]
                 if mark == node.mark and not node.children and not node.locks and node.parent is not None:
-                    worth = 0.0 if plain else index[kind][bisect_right(_EDGES, used - mark)]
-                    if best is None or worth < least or worth == least and mark < oldest:
-                        best, least, oldest = heap, worth, mark
+                    heads.append((mark, kind))
                     break
                 self._leave(heap)
-        if best is None:
+        if not heads:
             return None
-        return self._leave(best)
+        kind = heads[0][1] if len(heads) == 1 else min(heads)[1] if self.plain else self._choose(heads)
+        return self._leave(self._heaps[kind])
+
+    def _choose(self, heads: list[tuple[int, int]]) -> int:
+        """The class to evict from: whose leaf is worth least of all, or of those that LRU has not either."""
+        index, used, shadow = self._index, self._used, self.shadow
+        worth = [(index[kind][bisect_right(_EDGES, used - mark)], mark, kind) for mark, kind in heads]
+        shadow.settle(used)
+        least = min(worth)
+        if least[1] >= shadow.bound and shadow.out >= self.spare:
+            least = min((found for found in worth if found[1] < shadow.bound), default=(0.0, *min(heads)))
+        return least[2]
 
     def _leave(self, heap: list[tuple[int, int, Node]]) -> Node:
         """Take the first entry out of a heap: its node."""
@@ -163,8 +181,7 @@ class Learned:
         self.model.learn(kinds, self._events)
         self._learned, self._events = self._used, []
         self._index = self.model.index.tolist()
-        late, lost = (LEVEL, AGAIN) if self.plain else (BEHIND, LOST)
-        self._most = lost * self._asked_ever + CREDIT * self.capacity
-        self.plain = self._behind > late * self._asked or self._behind_ever > self._most
+        self._most = LOST * self._asked_ever + CREDIT * self.capacity
+        self.plain = self._behind > (LEVEL if self.plain else BEHIND) * self._asked
         self._behind *= DECAY
         self._asked *= DECAY
