@@ -35,7 +35,9 @@ def test_flushing_under_load_changes_no_answer(tmp_path, words):
         stop, flushed, statuses = threading.Event(), [], set()
 
         def ask(i: int) -> None:
-            for _ in range(4):
+            for n in range(1000):
+                if n >= 4 and len(flushed) > 10 and sum(flushed):
+                    break
                 got[i].append(complete(server, PROMPTS[i], 20)[0])
 
         def flush() -> None:
@@ -54,10 +56,11 @@ def test_flushing_under_load_changes_no_answer(tmp_path, words):
             thread.join()
         stop.set()
         flusher.join()
-        assert all(texts == [right[i]] * 4 for i, texts in got.items())
+        assert all(len(texts) >= 4 and set(texts) == {right[i]} for i, texts in got.items())
         assert statuses == {200} and sum(flushed) > 0 and len(flushed) > 10
         left = stats(server)
-        assert left["ownership_violations"] == 0 and left["finish_reasons"] == {"length": 5 * len(PROMPTS)}
+        assert left["ownership_violations"] == 0 and left["finish_reasons"] == {
+            "length": len(PROMPTS) + sum(map(len, got.values()))}
         assert left["pages_free"] + left["pages_cached"] == left["pages_total"]
         server.ask("POST", "/flush_cache").read()
         assert stats(server)["pages_free"] == left["pages_total"]

@@ -43,7 +43,7 @@ async def start(lane, work, size):
 async def held(lane, works, size=10):
     """The only thread of the lane is busy."""
     task = await start(lane, works.hold, size)
-    await asyncio.to_thread(works.started.wait, 20)
+    await asyncio.to_thread(works.started.wait, 120)
     return task
 
 
@@ -109,7 +109,7 @@ def test_generation_does_not_wait_for_conversion(works):
 
     async def main():
         task = asyncio.ensure_future(pool.read(works.hold, LARGE + 1, text=True))
-        await asyncio.to_thread(works.started.wait, 20)
+        await asyncio.to_thread(works.started.wait, 120)
         assert await pool.read(works.note("chat"), LARGE + 1) == "chat"
         assert await pool.read(works.note("short text"), SMALL + 1, text=True) == "short text"
         assert await pool.run(works.note("answer"), LARGE + 1) == "answer"
@@ -132,7 +132,7 @@ def test_a_client_that_hangs_up_takes_its_waiting_work_along(works, monkeypatch)
     async def main():
         posts = [json.dumps({"prompt": letter * 100_000}).encode() for letter in "abc"]
         first = asyncio.ensure_future(drive(made.app, "/tokenize", posts[0]))
-        await asyncio.to_thread(works.started.wait, 20)
+        await asyncio.to_thread(works.started.wait, 120)
         second = asyncio.ensure_future(drive(made.app, "/tokenize", posts[1], hang_up=lambda sent: True))
         third = asyncio.ensure_future(drive(made.app, "/tokenize", posts[2]))
         await asyncio.wait({second}, timeout=120)
