@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import signal
 from collections import Counter
+from contextlib import suppress
 
 import pytest
 from isthmus.core import manifests
@@ -17,7 +18,12 @@ def pytest_addoption(parser):
 
 
 def pytest_configure():
-    """A shell's background job ignores SIGINT, and so would all that tests start and interrupt."""
+    """A shell's background job ignores SIGINT, and so would all that tests start and interrupt. How long Hypothesis'
+    examples take, and how long it takes to draw them, depends on the machine."""
+    with suppress(ImportError):
+        from hypothesis import HealthCheck, settings
+        settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+        settings.load_profile("suite")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -18,7 +18,7 @@ COST = 6  # seconds
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
 MADE = make_app(text="<think>hé</think>one" + CALL, model={"reasoning_parser": "think", "tool_parser": "hermes"})
 PATHS = ("/v1/responses", "/v1/messages", "/v1/messages/count_tokens", "/api/chat", "/api/generate", "/api/show")
-quick = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+quick = settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 
 
 def fields(**of):

@@ -189,7 +189,7 @@ SEED = gguf_bytes({**LLAMA, "b": True, "f": 1.5, "s": "text", "ints": [1, 2, 3],
                    "output.weight": Stored("q8_0", (2, 32), bytes(68))})
 
 
-@settings(max_examples=400, deadline=1000)
+@settings(max_examples=400)
 @given(st.lists(st.tuples(st.integers(0, len(SEED) - 1), st.integers(0, 255)), max_size=6),
        st.integers(0, len(SEED)), st.booleans())
 def test_random_damage_never_gives_anything_but_a_checkpoint_error(tmp_path_factory, flips, length, cut):
@@ -200,7 +200,7 @@ def test_random_damage_never_gives_anything_but_a_checkpoint_error(tmp_path_fact
     path.write_bytes(data[:length] if cut else data)
     tracemalloc.start()
     try:
-        with open_checkpoint(path) as checkpoint:
+        with at_most(1), open_checkpoint(path) as checkpoint:
             for name in checkpoint.names:
                 checkpoint.tensor(name)
     except CheckpointError as error:

@@ -340,13 +340,13 @@ VALUES = st.recursive(
     max_leaves=12)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(kind=st.sampled_from(["regex", "grammar"]), pieces=st.lists(PIECES, max_size=30))
 def test_any_text_is_a_grammar_or_refused(backend, kind, pieces):
     follow(backend, kind, "".join(pieces))
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(schema=st.dictionaries(st.sampled_from(KEYWORDS), VALUES, max_size=4))
 def test_any_object_is_a_schema_or_refused(backend, schema):
     follow(backend, "json_schema", json.dumps(schema))

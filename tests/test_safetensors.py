@@ -114,7 +114,7 @@ def test_the_safetensors_library_and_this_reader_agree(tmp_path):
 SEED = safetensors_bytes({"a": np.ones(4, np.float32), "b": Stored("bf16", (3, 2), bytes(12))}, {"format": "pt"})
 
 
-@settings(max_examples=400, deadline=1000)
+@settings(max_examples=400)
 @given(st.lists(st.tuples(st.integers(0, len(SEED) - 1), st.integers(0, 255)), max_size=6),
        st.integers(0, len(SEED)), st.booleans())
 def test_random_damage_never_gives_anything_but_a_checkpoint_error(tmp_path_factory, flips, length, cut):
@@ -127,7 +127,7 @@ def test_random_damage_never_gives_anything_but_a_checkpoint_error(tmp_path_fact
     (folder / "model.safetensors").write_bytes(data[:length] if cut else data)
     tracemalloc.start()
     try:
-        with open_checkpoint(folder) as checkpoint:
+        with at_most(1), open_checkpoint(folder) as checkpoint:
             for name in checkpoint.names:
                 checkpoint.tensor(name)
     except CheckpointError as error:

@@ -47,7 +47,7 @@ FIELDS = {
     "sampling_params": anything, "rid": anything, "suffix": anything, "tool_choice": anything, "unknown": anything}
 more = st.fixed_dictionaries({}, optional=FIELDS)
 prompt = texts | ids | st.lists(texts, max_size=3) | st.lists(ids, max_size=3) | anything
-quick = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+quick = settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 
 
 @pytest.fixture(scope="module")
