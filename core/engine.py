@@ -300,6 +300,8 @@ class EngineCore:
         self.scheduler.advance(plan)
         if self._drafts_on_device:
             self.scheduler.speculation.launched(plan, batch)
+        if plan.drafts is not None and len(plan.drafts.copies):
+            self._state = self._platform.copy_pages(self._state, *plan.drafts.copies.T.tolist())
         batch = turn.masked(batch, self._late_masks)
         out, self._state = self.recorder.launch(plan, batch, self.cache, lambda: self._run(bucket, batch))
         self.steps += 1

@@ -83,7 +83,8 @@ class Sampling(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """One step's input. Tokens of a row are contiguous and rows are in order; rows with one token come first."""
+    """One step's input. Tokens of a row are contiguous and rows are in order; rows with one token come first. Rows of
+    several tokens may have the same sequence slot (branches of a draft); none of their tokens is -1."""
 
     tokens: np.ndarray      # [T] int32; -1 = the last sampled token of the row's sequence slot, kept in State
     positions: np.ndarray   # [T] int32

@@ -23,7 +23,7 @@ from isthmus.core.scheduler.request import cache_domain
 from isthmus.core.scheduler.scheduler import Plan, Scheduler
 from isthmus.core.scheduler.times import StepTimes
 from isthmus.core.specs import Buckets, LayerState, StateSpec
-from isthmus.core.speculation.contract import Drafter, Proposals, View
+from isthmus.core.speculation.contract import Drafter, Proposals, View, Ways
 from isthmus.core.speculation.speculation import Drafting
 from isthmus.core.turn import Flight, Turn
 from isthmus.platforms.null.platform import Platform, State, nearest
@@ -114,12 +114,14 @@ class Guess(Drafter):
     def __init__(self, run: Run, seed: int = 0):
         self.run, self.random, self.left_slots, self.fault = run, random.Random(seed), 0, False
 
-    def propose(self, view: View) -> Proposals:
+    def propose(self, view: View) -> Proposals | Ways:
         if self.fault:
             raise Fault("the drafter gave up")
-        drafts = [self._draft(view.tokens[slot, :known].tolist(), slot, most) for slot, known, most in zip(
-            view.slots.tolist(), view.known.tolist(), view.most.tolist(), strict=True)]
-        return Proposals(np.array([*map(len, drafts)], np.int32), np.array(sum(drafts, []), np.int32))
+        owners = [i for i in range(len(view.slots)) for _ in range(1 + self.random.randint(0, self.run.branches))]
+        drafts = [self._draft(view.tokens[view.slots[i], :view.known[i]].tolist(), int(view.slots[i]),
+                              int(view.most[i])) for i in owners]
+        found = np.array([*map(len, drafts)], np.int32), np.array(sum(drafts, []), np.int32)
+        return Ways(*found, np.array(owners, np.int32)) if self.run.branches else Proposals(*found)
 
     def _draft(self, known: list[int], slot: int, most: int) -> list[int]:
         submit = self.run.tracks[self.run.scheduler.table.owner[slot].id].submit
@@ -156,11 +158,12 @@ class Track:
 
 class Run:
     """A scheduler with everything around it. `launched` counts steps; `padded` uses buckets; `late` as in `Queue`;
-    `drafts`: tokens that `Guess` drafts at most."""
+    `drafts`: tokens that `Guess` drafts at most; `branches`: further ways to go on, each as good as the first;
+    `taken`: how many of them a request has gone on in."""
 
     def __init__(self, page: int = 4, pages: int = 30, policy: str = "lpm", late: bool = False, padded: bool = False,
                  prefix_cache: bool = True, strict: bool = True, drafts: int = 0, adaptive: bool = False,
-                 **limits: Any):
+                 branches: int = 0, **limits: Any):
         assert (pages - 1) * page >= limits.get("max_model_len", MAX_LEN), "the longest request must fit"
         limits = {"max_running": 6, "max_queued": 8, "chunk": 12, "max_model_len": MAX_LEN, "score_rows": 5,
                   "waiting_timeout": 6.0, "running_timeout": 20.0} | limits
@@ -168,7 +171,9 @@ class Run:
         self.cache = CacheManager(pages, page, enabled=prefix_cache, strict=strict)
         full = self.limits.max_running + self.limits.chunk
         drafting = Drafting("guess", Guess(self), drafts, adaptive, step_tokens=full * padded,
-                            on_device=drafts % 2 == 1) if drafts else None
+                            on_device=drafts % 2 == 1, branches=branches,
+                            step_rows=self.limits.max_running * padded) if drafts else None
+        self.branches, self.taken = branches, 0
         self.scheduler = Scheduler(self.limits, self.cache, policy, GRAMMARS, drafting=drafting)
         self.buckets = None
         if padded:
@@ -278,6 +283,7 @@ class Run:
                                                  self.scheduler.masks)
         slots = batch.seqs[batch.lengths > 0].tolist()
         domains = [self.tracks[self.scheduler._running[slot].id].submit.domain for slot in slots]
+        self._copy(plan.drafts)
         self.once.launch(batch, self.cache.pool, domains)
         self.scheduler.advance(plan)
         batch = turn.masked(batch, self.late_masks)
@@ -289,11 +295,29 @@ class Run:
         out, self.state = self.device.compile(None, None, bucket)(self.state, batch)
         return out
 
+    def _copy(self, drafts: Drafts | None) -> None:
+        """The pages that branches begin with, as the engine copies them: what the request has computed of its last."""
+        if drafts is None or not len(drafts.copies):
+            return
+        size, copies = self.limits.page_size, drafts.copies.tolist()
+        self.state = self.device.copy_pages(self.state, *drafts.copies.T.tolist())
+        for source, target in copies:
+            owner = self.cache.pool.owner[target]
+            computed = int(self.scheduler.table.known[owner] - 1) % size
+            assert computed and owner == self.cache.pool.owner[source], f"page {source} is copied for {owner}"
+            here, there = (np.arange(page * size, page * size + computed) for page in (source, target))
+            assert (self.once.written[here] == self.cache.pool.generation[source]).all(), "what was not computed"
+            self.once.written[there], self.once.domains[there] = (
+                self.cache.pool.generation[target], self.once.domains[here])
+
     def _land(self, turn: Turn, plan: Plan | None, fault: Fault | None) -> list[TokenOutput]:
         """Take in the step before, as the engine does. plan, fault: of a step that could not be launched."""
+        drafts = turn.before and turn.before.plan.drafts
+        before = self._first_pages(drafts) if drafts else []
         turn.land()
-        if turn.before is not None and turn.before.plan.drafts is not None:
-            self._forget_rejected(turn.before.plan.drafts)
+        if drafts:
+            self._forget_rejected(drafts)
+            self.taken += sum(bool(a and b and a != b) for a, b in zip(before, self._first_pages(drafts), strict=True))
         outputs = list(turn.outputs or self.scheduler.ended())
         if turn.error is not None and not isinstance(turn.error, Fault):
             raise turn.error
@@ -301,13 +325,17 @@ class Run:
         broken += [plan] if fault else []
         return outputs + (self._failed(broken, turn.error or fault) if broken else [])
 
+    def _first_pages(self, drafts: Drafts) -> list[int]:
+        """Where each request's first row has its known token."""
+        rows, pages = np.flatnonzero(drafts.shifts == 0), self.scheduler.table.pages
+        return pages[drafts.slots[rows], (drafts.lengths[rows] - 1) // self.limits.page_size].tolist()
+
     def _forget_rejected(self, drafts: Drafts) -> None:
         """What was written for rejected tokens is overwritten by the next ones, and read by nobody before."""
         table, size = self.scheduler.table, self.limits.page_size
         alive = table.generation[drafts.slots] == drafts.generations
-        stops = (drafts.lengths + drafts.counts)[alive].tolist()
-        for slot, stop in zip(drafts.slots[alive].tolist(), stops, strict=True):
-            places = np.arange(table.known[slot] - 1, min(stop, table.page_count[slot] * size))
+        for slot in drafts.slots[alive].tolist():
+            places = np.arange(table.known[slot] - 1, table.page_count[slot] * size)
             self.once.written[table.pages[slot, places // size] * size + places % size] = -1
 
     def _failed(self, plans: list[Plan], fault: Exception) -> list[TokenOutput]:
@@ -400,16 +428,16 @@ def check_logprobs(have: Logprobs, tokens: np.ndarray, k: int) -> None:
 
 # ---- random work
 
-def random_run(seed: int, steps: int, grammars: bool = False, drafts: int = 0) -> Run:
+def random_run(seed: int, steps: int, grammars: bool = False, drafts: int = 0, branches: int = 0) -> Run:
     """A run of at least `steps` launched steps in which anything may happen, then a drain; the same for a seed.
-    grammars: half of the requests have one. drafts: tokens that are drafted at most."""
+    grammars: half of the requests have one. drafts, branches: as of `Run`."""
     rng = random.Random(seed)
     page = rng.choice((1, 2, 4, 16))
     least = -(-MAX_LEN // page) + 1
     run = Run(page, rng.randint(least, 2 * least), rng.choice(POLICIES.names()), late=rng.random() < 0.5,
               padded=rng.random() < 0.5, prefix_cache=rng.random() < 0.9, chunk=rng.choice((4, 12, 40)),
               score_rows=rng.choice((2, 5, 64)), foresight=rng.choice((0, 0, 4, 32)),
-              itl_target=rng.choice((0.0, 0.0, 0.02)), drafts=drafts)
+              itl_target=rng.choice((0.0, 0.0, 0.02)), drafts=drafts, branches=branches)
     overlap, load = rng.choice((0.0, 0.5, 1.0, 1.0)), rng.choice((0.15, 0.4))
     while run.launched < steps:
         if rng.random() < load:

@@ -29,7 +29,7 @@ COST = 15  # seconds
 # What a request asks for, and what happens to a run.
 FEATURES = ("grammar", "lora", "several", "logprobs", "prompt_logprobs", "penalties", "bias", "stop_ids",
             "stop_strings", "min_tokens", "sampling", "abort", "retraction", "chunked", "preemption", "failure",
-            "small_pages", "buckets", "adaptive", "device_drafter", "no_overlap")
+            "small_pages", "buckets", "adaptive", "device_drafter", "no_overlap", "tree")
 
 
 def covering(features: tuple[str, ...], seed: int = 0) -> list[frozenset[str]]:
@@ -68,7 +68,8 @@ def build(on: frozenset[str], drafts: int) -> Run:
     pages = (MAX_LEN if "retraction" in on else 4 * MAX_LEN) // page + 2
     return Run(page, pages, "priority" if "preemption" in on else "lpm", padded="buckets" in on,
                drafts=drafts and drafts + ("device_drafter" in on), adaptive="adaptive" in on,
-               chunk=4 if "chunked" in on else 24, foresight=0, max_queued=40, waiting_timeout=60.0)
+               branches=2 * ("tree" in on), chunk=4 if "chunked" in on else 24, foresight=0, max_queued=40,
+               waiting_timeout=60.0)
 
 
 def drive(on: frozenset[str], seed: int = 0, drafts: int = 4, requests: int = 9) -> Run:

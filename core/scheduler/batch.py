@@ -44,6 +44,8 @@ def build_batch(plan: Plan, table: RequestTable, page_size: int,
         starts = _i32([np.zeros(1, np.int32), np.cumsum(counts)])
         rows = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
     pages = _page_table(table, seqs if more else decode, lengths, len(decode), len(chunks), page_size)
+    if plan.drafts is not None and plan.drafts.shifts.any():
+        _branch(pages[len(decode) + len(chunks):], table, plan.drafts, page_size)
     logit_rows, targets, sampled = _logit_rows(plan, starts, table)
     sampling = _sampling(plan, table, sampled, tokens[logit_rows] if more else tokens, masks)
     adapters = None
@@ -82,7 +84,7 @@ def _more_rows(plan: Plan, table: RequestTable, page_size: int) -> tuple[list[np
         seqs.append(drafts.slots)
         tokens.append(inputs)
         positions.append(places)
-        slots.append((table.pages[theirs, page] - page) * page_size + places)
+        slots.append((table.pages[theirs, page + drafts.shifts[drafts.rows]] - page) * page_size + places)
         lengths.append(drafts.lengths + drafts.counts)
     return counts, seqs, tokens, positions, slots, lengths
 
@@ -101,6 +103,15 @@ def _page_table(table: RequestTable, seqs: np.ndarray, lengths: np.ndarray, deco
     for row, length in enumerate(lengths[decode:decode + chunks].tolist(), decode):
         pages[row, -(-length // page_size):] = 0
     return pages
+
+
+def _branch(pages: np.ndarray, table: RequestTable, drafts: Drafts, page_size: int) -> None:
+    """The pages of rows with drafts, some of which have own ones behind those that they share."""
+    columns = np.arange(pages.shape[1]) + np.zeros_like(drafts.shifts)[:, None]
+    own, beyond = (columns >= end[:, None] for end in (
+        (drafts.lengths - 1) // page_size, -(-(drafts.lengths + drafts.counts) // page_size)))
+    columns[own & ~beyond] += np.broadcast_to(drafts.shifts[:, None], own.shape)[own & ~beyond]
+    pages[:] = np.where(beyond, 0, table.pages[drafts.slots[:, None], columns])
 
 
 def _logit_rows(plan: Plan, starts: np.ndarray, table: RequestTable) -> tuple[np.ndarray, np.ndarray, Rows]:

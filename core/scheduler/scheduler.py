@@ -147,7 +147,7 @@ class Scheduler:
             return None
         drafts = None
         if self.speculation is not None:
-            drafts, decode, lengths = self.speculation.plan(decode, lengths, sum([c.size for c in chunks]))
+            drafts, decode, lengths = self.speculation.plan(decode, lengths, chunks)
         chunks.sort(key=lambda c: c.size > 1)  # a batch has its rows of one token first
         self._step += 1
         if decode is not self._rows.slots:  # they have the same requests for as long as the array is the same

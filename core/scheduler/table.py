@@ -104,6 +104,10 @@ class RequestTable:
         self._stopping[stops] = True
         return slot
 
+    def widen(self, pages: int) -> None:
+        """A row may have so many pages more than the longest request needs."""
+        self._max_pages += pages
+
     def reserve(self, pages: int) -> None:
         """Make room for rows of so many pages. They are no longer than they need to be, so that many rows read together
         are near each other in memory."""

@@ -88,6 +88,15 @@ class Proposals(NamedTuple):
     tokens: np.ndarray
 
 
+class Ways(NamedTuple):
+    """The same of a drafter whose option `branches` is above 0: the ways through a tree, so many more than one for each
+    request at most, the best first. owners: int32 [n], the request of each chain, ascending."""
+
+    counts: np.ndarray
+    tokens: np.ndarray
+    owners: np.ndarray
+
+
 class Drafter(ABC):
     """One for an engine, made with a `Setup`. Called on the engine's thread, between two steps: nothing may block.
 
@@ -109,7 +118,7 @@ class Drafter(ABC):
         raise NotImplementedError(f"{cls.__name__} is on_device and has no beside()")
 
     @abstractmethod
-    def propose(self, view: View) -> Proposals:
+    def propose(self, view: View) -> Proposals | Ways:
         """The next tokens, as far as it dares. One that raises ends speculation, not the engine."""
 
     def launched(self, plan: Any, batch: Any) -> None:  # noqa: B027  (it may be left as it is, as those below)

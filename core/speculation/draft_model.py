@@ -15,13 +15,13 @@ from ..text.tokenizer import load_tokenizer
 from ..weights.checkpoint import Checkpoint, open_checkpoint
 from .companion import Companion, DraftSteps, Loading, join
 from .contract import DRAFTERS, Word
-from .on_device import ModelDrafter
+from .on_device import BRANCHES, ModelDrafter
 
 
 class DraftModelDrafter(ModelDrafter):
     """Another model, whole, on the same device."""
 
-    options = {"model": Word("a smaller model with the same vocabulary: its name or path")}
+    options = {"model": Word("a smaller model with the same vocabulary: its name or path"), **BRANCHES}
 
     @classmethod
     def beside(cls, loading: Loading, options: Mapping[str, Any]) -> Companion:

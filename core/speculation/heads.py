@@ -16,7 +16,7 @@ from ..models.loader import LoadedModel, Place, tensor_names
 from ..weights.checkpoint import open_checkpoint
 from .companion import Companion, DraftSteps, Loading, join
 from .contract import DRAFTERS, Word
-from .on_device import ModelDrafter
+from .on_device import BRANCHES, ModelDrafter
 
 LATER = ("d2t", "t2d", "midlayer.", "model.midlayer.")  # what only EAGLE-3's heads have
 UNUSED = ("model.embed_tokens.", "lm_head.", "model.lm_head.")  # the model's own, which a head's file may repeat
@@ -25,7 +25,7 @@ UNUSED = ("model.embed_tokens.", "lm_head.", "model.lm_head.")  # the model's ow
 class EagleDrafter(ModelDrafter):
     """A head in a checkpoint of its own."""
 
-    options = {"model": Word("an EAGLE-1 head that was trained for the model: its name or path")}
+    options = {"model": Word("an EAGLE-1 head that was trained for the model: its name or path"), **BRANCHES}
 
     @classmethod
     def beside(cls, loading: Loading, options: Mapping[str, Any]) -> Companion:
@@ -34,6 +34,8 @@ class EagleDrafter(ModelDrafter):
 
 class MtpDrafter(ModelDrafter):
     """The first of the layers behind the model's own, used for every place of a draft."""
+
+    options = BRANCHES
 
     @classmethod
     def beside(cls, loading: Loading, options: Mapping[str, Any]) -> Companion:

@@ -14,6 +14,7 @@ from ..scheduler.plans import Drafts
 from ..scheduler.request import Request
 from ..scheduler.table import MASKED, PENALISED, SCORED
 from .accept import accepted
+from .branches import best, take_over
 
 if TYPE_CHECKING:
     from ..scheduler.scheduler import Scheduler
@@ -26,11 +27,19 @@ def settle_drafts(scheduler: Scheduler, drafts: Drafts, result: StepResult, firs
     columns: (handles, tokens, requests) of the other rows; returned with those of which there is nothing more to tell,
     a request as often as it has tokens. What there is more to tell goes to `full`.
     """
-    table, slots, rows = scheduler.table, drafts.slots, drafts.rows
-    drawn = result.tokens[first:first + len(rows)]
-    kept = accepted(drafts.counts, drafts.tokens, drawn)
+    table = scheduler.table
+    drawn = result.tokens[first:first + len(drafts.rows)]
+    kept, counts = accepted(drafts.counts, drafts.tokens, drawn), drafts.counts
+    starts = first + drafts.firsts
+    if drafts.shifts.any():
+        chosen = best(drafts, kept)
+        counts = np.maximum.reduceat(drafts.counts, np.flatnonzero(drafts.shifts == 0))
+        drawn = drawn[np.isin(drafts.rows, chosen)]
+        drafts, kept, starts = drafts.only(chosen), kept[chosen], starts[chosen]
+        take_over(table, drafts, scheduler.limits.page_size)
+    slots, rows = drafts.slots, drafts.rows
     known, taken = table.known[slots], kept + 1
-    scheduler.speculation.count(drafts, kept)
+    scheduler.speculation.count(drafts, counts, kept)
     given = drafts.offsets < taken[rows]
     odd = (table.generation[slots] != drafts.generations) | (known + taken >= table.end[slots])
     odd |= drafts.flags & (PENALISED | SCORED | MASKED) > 0
@@ -43,10 +52,10 @@ def settle_drafts(scheduler: Scheduler, drafts: Drafts, result: StepResult, firs
     table.known[ours] = table.length[ours] = known[even] + taken[even]
     table.last[ours] = drawn[drafts.firsts[even] + kept[even]]
     scheduler.stats.generated_tokens += len(tokens)
-    for row, start in zip(odd.nonzero()[0].tolist(), drafts.firsts[odd].tolist(), strict=True):
+    for row, start in zip(odd.nonzero()[0].tolist(), starts[odd].tolist(), strict=True):
         request, count = drafts.owners[row], int(taken[row])
         if not request.finish:
-            _take_run(scheduler, request, result, first + start, count, full)
+            _take_run(scheduler, request, result, start, count, full)
         if request.finish:
             kept[row] = -1
     scheduler.speculation.settled(drafts, kept)

@@ -18,10 +18,11 @@ from ..messages import pack_ids, unpack_ids
 from ..plan import Batch
 from ..scheduler.admission import Limits
 from ..scheduler.masks import Masks
-from ..scheduler.plans import Drafts, Plan
+from ..scheduler.plans import Chunk, Drafts, Plan, drafts_of
 from ..scheduler.request import Request
 from ..scheduler.table import MASKED, RequestTable
-from .contract import Drafter, Proposals, View
+from .branches import first_rows, fitting, longest, most_pages, place
+from .contract import Drafter, Proposals, View, Ways
 from .lengths import Lengths
 from .stats import DraftStats
 
@@ -39,6 +40,7 @@ class Drafting:
     adaptive: drafts get shorter, down to none, where they do not pay; else they are always of `tokens`.
     step_tokens: most tokens of a step that the platform is compiled for; 0 = any number.
     on_device: the drafter needs pages for what it may draft.
+    branches: further ways to go on that are drafted for a request at most.  step_rows: as step_tokens, of rows.
     """
 
     name: str
@@ -48,6 +50,8 @@ class Drafting:
     ask: Callable[[Callable[[], bytes]], bytes] = lambda read: read()
     step_tokens: int = 0
     on_device: bool = False
+    branches: int = 0
+    step_rows: int = 0
 
 
 class Speculation:
@@ -55,7 +59,9 @@ class Speculation:
 
     def __init__(self, drafting: Drafting, table: RequestTable, cache: CacheManager, limits: Limits, masks: Masks):
         self.name, self.drafter, self._ask = drafting.name, drafting.drafter, drafting.ask
-        self._step_tokens, self._on_device = drafting.step_tokens, drafting.on_device
+        self._step_tokens, self._step_rows = drafting.step_tokens, drafting.step_rows
+        self._on_device, self._branches = drafting.on_device, drafting.branches
+        table.widen(most_pages(drafting.branches, drafting.tokens, limits.page_size))
         self._table, self._cache, self._limits, self._masks = table, cache, limits, masks
         self.broken = ""
         self.lengths = Lengths(limits.max_running + 1, drafting.tokens, not drafting.adaptive)
@@ -71,7 +77,7 @@ class Speculation:
 
     def learn(self, plan: Plan, seconds: float) -> None:
         """A settled plan took so long, from its own planning to the next, or that of a later one to the one after."""
-        requests = len(plan.decode) + (0 if plan.drafts is None else len(plan.drafts.slots))
+        requests = len(plan.decode) + (0 if plan.drafts is None else int(np.count_nonzero(plan.drafts.shifts == 0)))
         if self._modes not in (0, MODES) or plan.chunks or not requests:
             return  # between the two ways to go on a step takes longer than it does
         drafted = 0 if plan.drafts is None else len(plan.drafts.tokens)
@@ -79,16 +85,17 @@ class Speculation:
         self.lengths.stepped(requests, drafted, tokens, seconds, self._modes == MODES)
 
     def plan(self, decode: np.ndarray, lengths: np.ndarray,
-             others: int) -> tuple[Drafts | None, np.ndarray, np.ndarray]:
-        """(drafts, slots, lengths): the drafts of some decoding rows, and the rows that are left. others: tokens of the
-        step beside the decoding rows'."""
+             chunks: list[Chunk]) -> tuple[Drafts | None, np.ndarray, np.ndarray]:
+        """(drafts, slots, lengths): the drafts of some decoding rows, and the rows that are left. chunks: of the step.
+        """
         none = None, decode, lengths
         waits, self._waits = self._waits, False
         self._modes = (self._modes << 1 | waits) & MODES
         self._masks.forget_walks()  # of a step that could not be launched
         if not len(decode) or self.broken:
             return none
-        most = self._most(decode, lengths, len(decode) + others)
+        others = len(decode) + sum([c.size for c in chunks])
+        most = self._most(decode, lengths, others)
         rows = np.flatnonzero(most)
         if not len(rows):
             return none
@@ -96,26 +103,27 @@ class Speculation:
         slots, most = decode[rows], most[rows]
         if self._on_device and not self._grow(slots, lengths[rows] + most):
             return none
-        told = unpack_ids(self._ask(lambda: self._proposed(slots, lengths[rows], most)))
-        counts, tokens = (told[:len(slots)], told[len(slots):]) if len(told) else (np.zeros_like(most), told)
-        self.lengths.asked(slots, counts)
+        spare = others, len(decode) + len(chunks)
+        told = unpack_ids(self._ask(lambda: self._proposed(slots, lengths[rows], most, spare)))
+        counts, tokens, owners = self._unpacked(told, len(slots))
+        ways = longest(Ways(counts, tokens, owners), len(slots))
+        self.lengths.asked(slots, ways)
         if self._on_device:
-            self._shrink(slots, lengths[rows] + counts)
+            self._shrink(slots, lengths[rows] + ways)
         if not len(tokens):
             return none
-        some = np.flatnonzero(counts)
-        slots, counts, rows = slots[some], counts[some], rows[some]
-        if not self._grow(slots, lengths[rows] + counts):
+        drafts = self._drafts(slots, lengths[rows], ways, Ways(counts[counts > 0], tokens, owners[counts > 0]))
+        if drafts is None:
             self._masks.forget_walks()
             return none
         left = np.ones(len(decode), bool)
-        left[rows] = False
-        return self._drafts(slots, lengths[rows], counts, tokens), decode[left], lengths[left]
+        left[rows[ways > 0]] = False
+        return drafts, decode[left], lengths[left]
 
-    def count(self, drafts: Drafts, accepted: np.ndarray) -> None:
-        """So many drafted tokens of each row were accepted, before any of these requests ends by them."""
+    def count(self, drafts: Drafts, counts: np.ndarray, accepted: np.ndarray) -> None:
+        """Of so many drafted tokens of each row so many were accepted, before any of these requests ends by them."""
         alive = self._table.generation[drafts.slots] == drafts.generations
-        slots, counts, accepted = drafts.slots[alive], drafts.counts[alive], accepted[alive]
+        slots, counts, accepted = drafts.slots[alive], counts[alive], accepted[alive]
         self._given = int(accepted.sum()) + len(slots)
         self.stats.count(slots, counts, accepted)
         self.lengths.settled(slots, counts, accepted)
@@ -173,37 +181,67 @@ class Speculation:
             most = np.minimum(most, held - lengths)
         return most
 
-    def _proposed(self, slots: np.ndarray, lengths: np.ndarray, most: np.ndarray) -> bytes:
-        """Counts, then tokens, of what the drafter proposes and grammars allow; nothing where nothing is left."""
+    def _proposed(self, slots: np.ndarray, lengths: np.ndarray, most: np.ndarray, others: tuple[int, int]) -> bytes:
+        """Counts, then tokens, of what the drafter proposes and grammars allow; nothing where nothing is left. With
+        branches the number of chains and the owner of each come first. others: tokens and rows of the step without."""
         table = self._table
         requests = table.owner[slots].tolist()
         view = View(slots, lengths, most.astype(np.int32), table.tokens, table.pages, [r.domain for r in requests])
         proposals = self._guarded(lambda: self._checked(self.drafter.propose(view), view))
         if proposals is None or not len(proposals.tokens):
             return b""
-        counts, tokens = proposals
+        if self._branches:
+            proposals = self._fitting(proposals, slots, lengths, *others)
         if (table.flags[slots] & MASKED).any():
-            counts, tokens = self._allowed(requests, proposals)
-        return pack_ids(np.concatenate([counts, tokens])) if counts.any() else b""
+            proposals = self._allowed([requests[i] for i in proposals.owners.tolist()], proposals)
+        if not proposals.counts.any():
+            return b""
+        head = [[len(proposals.counts)], proposals.owners] if self._branches else []
+        return pack_ids(np.concatenate([*head, proposals.counts, proposals.tokens]))
 
-    def _checked(self, proposals: Proposals, view: View) -> Proposals:
+    def _unpacked(self, told: np.ndarray, requests: int) -> Ways:
+        """What `_proposed` has packed, of so many requests."""
+        if not len(told) or not self._branches:
+            counts = told[:requests] if len(told) else np.zeros(requests, np.int32)
+            return Ways(counts, told[requests:], np.arange(requests))
+        owners, counts, tokens = np.split(told[1:], [told[0], 2 * told[0]])
+        return Ways(counts, tokens, owners)
+
+    def _checked(self, proposals: Proposals | Ways, view: View) -> Ways:
         """What a drafter gives, or ValueError where it is not what was asked for."""
-        counts, tokens = (np.asarray(part) for part in proposals)
-        if counts.shape != view.most.shape or (counts < 0).any() or (counts > view.most).any():
+        requests = len(view.most)
+        owners = np.asarray(proposals.owners) if isinstance(proposals, Ways) else np.arange(requests)
+        counts, tokens = (np.asarray(part) for part in proposals[:2])
+        if (owners.ndim != 1 or (np.diff(owners) < 0).any() or not ((owners >= 0) & (owners < requests)).all()
+                or np.bincount(owners, minlength=1).max() > 1 + self._branches):
+            raise ValueError(f"it proposes chains for the requests {owners.tolist()} where each of {requests} may have "
+                             f"{1 + self._branches}, in their order")
+        if counts.shape != owners.shape or (counts < 0).any() or (counts > view.most[owners]).any():
             raise ValueError(f"it proposes {counts.tolist()} tokens where at most {view.most.tolist()} are wanted")
         if tokens.shape != (counts.sum(),):
             raise ValueError(f"it proposes {tokens.shape} tokens and counts {counts.sum()}")
         if len(tokens) and not 0 <= tokens.min() <= tokens.max() < self._limits.vocab_size:
             raise ValueError(f"it proposes a token outside the vocabulary of {self._limits.vocab_size}")
-        return Proposals(counts.astype(np.int32), tokens.astype(np.int32))
+        return Ways(counts.astype(np.int32), tokens.astype(np.int32), owners)
 
-    def _allowed(self, requests: list[Any], proposals: Proposals) -> Proposals:
-        """The drafts as far as grammars allow them."""
+    def _fitting(self, proposals: Ways, slots: np.ndarray, lengths: np.ndarray, tokens: int,
+                 rows: int) -> Ways:
+        """The chains for which there are tokens, rows and free pages. tokens, rows: of the step without drafts."""
+        size, first = self._limits.page_size, int(proposals.counts[first_rows(proposals.owners)].sum())
+        held = self._table.page_count[slots] * size
+        need = np.maximum(0, -(-(lengths + longest(proposals, len(slots)) - held) // size))
+        return fitting(proposals, lengths, size, (min(ROWS, self._step_tokens - tokens) if self._step_tokens else ROWS)
+                       - first, self._step_rows - rows if self._step_rows else ROWS,
+                       self._cache.pool.free - int(need.sum()) - rows)
+
+    def _allowed(self, requests: list[Any], proposals: Ways) -> Ways:
+        """The drafts as far as grammars allow them. requests: of each."""
         counts, drafts = proposals.counts.copy(), np.split(proposals.tokens, np.cumsum(proposals.counts)[:-1])
         for i, request in enumerate(requests):
             if request.matcher is not None and counts[i]:
                 counts[i] = self._masks.walk(request, drafts[i].tolist())
-        return Proposals(counts, np.concatenate([draft[:count] for draft, count in zip(drafts, counts, strict=True)]))
+        return Ways(counts, np.concatenate([draft[:count] for draft, count in zip(drafts, counts, strict=True)]),
+                         proposals.owners)
 
     def _grow(self, slots: np.ndarray, lengths: np.ndarray) -> bool:
         """Pages for rows of these lengths; False, and none taken, if there are too few."""
@@ -227,12 +265,17 @@ class Speculation:
             slot = int(slots[row])
             self._cache.pool.release(table.drop_pages(slot, int(keep[row])), slot)
 
-    def _drafts(self, slots: np.ndarray, lengths: np.ndarray, counts: np.ndarray, tokens: np.ndarray) -> Drafts:
-        table, drawn = self._table, counts + 1
-        rows = np.repeat(np.arange(len(slots)), drawn)
-        offsets = np.arange(len(rows), dtype=np.int32) - np.repeat(np.cumsum(drawn) - drawn, drawn).astype(np.int32)
-        return Drafts(slots, table.owner[slots], table.generation[slots], table.flags[slots], lengths, counts, tokens,
-                      rows, offsets)
+    def _drafts(self, slots: np.ndarray, lengths: np.ndarray, ways: np.ndarray, chains: Ways) -> Drafts | None:
+        """The rows of these chains, with pages; None, and none taken, if there are too few. ways: the longest each."""
+        if not self._grow(slots, lengths + ways):
+            return None
+        table, rows = self._table, slots[chains.owners]
+        placed = place(table, self._cache, rows, lengths[chains.owners], chains.counts)
+        if placed is None:
+            self._shrink(slots, lengths)
+            return None
+        return drafts_of(rows, table.owner[rows], table.generation[rows], table.flags[rows], lengths[chains.owners],
+                         chains.counts, chains.tokens, *placed)
 
     def _guarded(self, call: Callable[[], Any]) -> Any:
         """What a call of the drafter gives; None, and no more speculation, when it fails."""
