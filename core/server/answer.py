@@ -18,6 +18,7 @@ from ..messages import TextOutput
 from ..processes.backlog import output_size
 from .context import Server
 from .generation import Choice, Generation
+from .naming import Names, renamed
 from .protocol import GenerateRequest, RequestFields
 from .request_log import log, plain
 from .stream import OPENAI, EventStream, json_response, unless_hung_up
@@ -27,12 +28,13 @@ MAX_WARNED = 1000  # different fields
 
 
 class GenerationAnswer(ABC):
-    """Turns the outputs of a generation into the response or its events. framing: what its streams have around them."""
+    """Turns the outputs of a generation into the response or its events. framing: what its streams have around them.
+    names: of fields in the body, for errors."""
 
     framing = OPENAI
 
-    def __init__(self, server: Server, generation: Generation, asked: RequestFields | GenerateRequest):
-        self.server, self.generation, self.asked = server, generation, asked
+    def __init__(self, server: Server, generation: Generation, asked: RequestFields | GenerateRequest, names: Names):
+        self.server, self.generation, self.asked, self.names = server, generation, asked, names
         self._stream: EventStream | None = None
 
     @abstractmethod
@@ -53,18 +55,19 @@ class GenerationAnswer(ABC):
 
     async def events(self) -> AsyncIterator[bytes]:
         """The stream without what its framing ends it with."""
-        async with aclosing(self.generation.outputs(self._take)) as outputs:
-            async for index, output in outputs:
-                if output.prompt_logprobs is None:
-                    data = self.chunk(index, output)
-                else:
-                    data = await self.server.threads.run(partial(self.chunk, index, output), output_size(output))
-                if data:
-                    yield data
-        data = self.last()
-        await self.done()
-        if data:
-            yield data
+        with renamed(self.names):
+            async with aclosing(self.generation.outputs(self._take)) as outputs:
+                async for index, output in outputs:
+                    if output.prompt_logprobs is None:
+                        data = self.chunk(index, output)
+                    else:
+                        data = await self.server.threads.run(partial(self.chunk, index, output), output_size(output))
+                    if data:
+                        yield data
+            data = self.last()
+            await self.done()
+            if data:
+                yield data
 
     def _take(self, output: TextOutput) -> bool:
         """Send what an output gives at once, if that is possible: nobody is woken for it."""
@@ -80,7 +83,8 @@ class GenerationAnswer(ABC):
         if self.asked.stream:
             self._stream = EventStream(self.events(), self.server.config.server.sse_ping, headers, self.framing)
             return self._stream
-        choices = await unless_hung_up(request, self.generation.collect())
+        with renamed(self.names):
+            choices = await unless_hung_up(request, self.generation.collect())
         response = await self.server.threads.run(lambda: json_response(self.whole(choices)),
                                                  sum(choice.size for choice in choices))
         await self.done()

@@ -1,14 +1,9 @@
-"""What other APIs need to be a chat: their fields carried over, faults told in the caller's words, events rendered."""
+"""What other APIs need to be a chat: their fields carried over, and events rendered."""
 from __future__ import annotations
 
-import re
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
-
-from starlette.requests import Request
-from starlette.responses import Response
 
 from ..errors import RequestError
 from ..parsers.contract import Event
@@ -16,10 +11,9 @@ from .answer import GenerationAnswer
 from .chat_call import ChatCall
 from .context import Server
 from .generation import Choice
+from .naming import Names
 from .protocol import ChatRequest, RequestFields
 
-# Pattern of a field's path from its beginning -> what the caller calls that, as `re.sub` takes it.
-Names = Sequence[tuple[str, str | Callable[[re.Match[str]], str]]]
 Messages = list[dict[str, Any]]
 
 
@@ -28,28 +22,6 @@ def as_chat(asked: RequestFields, messages: Messages, **fields: Any) -> ChatRequ
     shared = {name: getattr(asked, name) for name in RequestFields.model_fields}
     sent = {name: value for name, value in {**shared, **fields}.items() if value is not None}
     return ChatRequest.model_validate({**sent, "messages": messages})
-
-
-def new_name(path: str, names: Names) -> str:
-    """What the caller calls a field of a chat request."""
-    for pattern, name in names:
-        if re.match(pattern, path):
-            return re.sub(pattern, name, path, count=1)
-    return path
-
-
-@contextmanager
-def renamed(names: Names) -> Iterator[None]:
-    """Raises errors about fields of a chat request with the caller's names of them."""
-    try:
-        yield
-    except RequestError as error:
-        if error.param and (name := new_name(error.param, names)) != error.param:
-            if error.message.startswith(error.param):
-                error.message = name + error.message.removeprefix(error.param)
-                error.args = (error.message,)
-            error.param = name
-        raise
 
 
 def placed(field: str, places: Sequence[str]) -> Names:
@@ -96,22 +68,10 @@ def fitting(prepare: Callable[[Messages], ChatCall], messages: Messages, cut: bo
 class RenderedAnswer(GenerationAnswer):
     """A chat call in another API's form. asked: that API's body. names: of fields of the chat request in it."""
 
-    names: Names = ()
-
-    def __init__(self, server: Server, call: ChatCall, asked: Any):
-        super().__init__(server, call.generation, asked)
+    def __init__(self, server: Server, call: ChatCall, asked: Any, names: Names):
+        super().__init__(server, call.generation, asked, names)
         self.call = call
 
     def read_events(self, choices: list[Choice]) -> list[Event]:
         """All events of the reply that was collected."""
         return list(chain.from_iterable(self.call.read_events(choices)[0]))
-
-    async def events(self) -> AsyncIterator[bytes]:
-        with renamed(self.names):
-            async with aclosing(super().events()) as events:
-                async for data in events:
-                    yield data
-
-    async def deliver(self, request: Request, headers: dict[str, str]) -> Response:
-        with renamed(self.names):
-            return await super().deliver(request, headers)

@@ -15,6 +15,7 @@ from .chat_call import ChatCall, Reply, prepare
 from .context import Server
 from .generation import Choice, new_id, wants_usage
 from .logprobs import chat_logprobs
+from .naming import as_sent, renamed
 from .protocol import ChatRequest, read
 from .stream import JsonList, Mold, event
 from .terms import Caller
@@ -40,7 +41,9 @@ async def chat_completions(server: Server, request: Request) -> Response:
 
 def start(server: Server, caller: Caller, body: bytes) -> ChatAnswer:
     """Check everything and prepare the engine requests; nothing runs yet."""
-    return ChatAnswer(server, prepare(server, caller, read(ChatRequest, body), new_id("chatcmpl")))
+    asked = read(ChatRequest, body)
+    with renamed(as_sent(asked)):
+        return ChatAnswer(server, prepare(server, caller, asked, new_id("chatcmpl")))
 
 
 def message(reply: Reply, asked: ChatRequest) -> Message:
@@ -69,7 +72,7 @@ class ChatAnswer(GenerationAnswer):
     """A chat completion, or its chunks: role, what events add, one finish per choice and, if asked for, the usage."""
 
     def __init__(self, server: Server, call: ChatCall):
-        super().__init__(server, call.generation, call.asked)
+        super().__init__(server, call.generation, call.asked, as_sent(call.asked))
         self.call, self.created = call, int(time.time())
         self._begun: set[int] = set()
         self._molds: dict[int, Mold] = {}

@@ -13,6 +13,7 @@ from .answer import GenerationAnswer, respond
 from .context import Server
 from .generation import Choice, Generation, Prompt, check_ended, new_id, wants_usage
 from .logprobs import LegacyShape
+from .naming import as_sent, renamed
 from .protocol import CompletionRequest, read
 from .stream import Mold, event
 from .terms import Caller
@@ -38,6 +39,12 @@ async def completions(server: Server, request: Request) -> Response:
 def start(server: Server, caller: Caller, body: bytes) -> CompletionAnswer:
     """Check everything and prepare the engine requests; nothing runs yet."""
     asked = read(CompletionRequest, body)
+    with renamed(as_sent(asked)):
+        return prepare(server, caller, asked)
+
+
+def prepare(server: Server, caller: Caller, asked: CompletionRequest) -> CompletionAnswer:
+    """The same of a body that was read."""
     server.require_model(asked.model)
     n = asked.n or 1
     if asked.best_of is not None and asked.best_of != n:
@@ -71,7 +78,7 @@ class CompletionAnswer(GenerationAnswer):
     """A completion, or its chunks: text, in each choice's last one its finish, and then, if asked for, the usage."""
 
     def __init__(self, server: Server, asked: CompletionRequest, generation: Generation):
-        super().__init__(server, generation, asked)
+        super().__init__(server, generation, asked, as_sent(asked))
         self._begun: set[int] = set()
         self._molds: dict[int, Mold] = {}
         options = asked.stream_options

@@ -15,6 +15,7 @@ from .conversation import generation_prompt, parse_messages, template_kwargs
 from .generation import Choice, Generation, Prompt, new_id
 from .limits import MAX_TOKENIZE, parse_object
 from .logprobs import native_logprobs, native_top
+from .naming import as_sent, renamed
 from .protocol import DetokenizeRequest, GenerateRequest, SamplingFields, TokenizeRequest, read
 from .stream import JsonList, event, json_response
 from .terms import Caller
@@ -35,6 +36,12 @@ async def generate(server: Server, request: Request) -> Response:
 def start(server: Server, caller: Caller, body: bytes) -> NativeAnswer:
     """Check everything and prepare the engine requests; nothing runs yet."""
     asked = read(GenerateRequest, body)
+    with renamed(as_sent(asked)):
+        return prepare(server, caller, asked)
+
+
+def prepare(server: Server, caller: Caller, asked: GenerateRequest) -> NativeAnswer:
+    """The same of a body that was read."""
     if (asked.text is None) == (asked.input_ids is None):
         raise invalid("text", "or input_ids is required, and only one of them")
     param = "text" if asked.input_ids is None else "input_ids"
@@ -60,7 +67,7 @@ def read_prompt(server: Server, asked: GenerateRequest, fields: SamplingFields, 
     check_size(len(part), bounds, param)
     ids = check_ids(part, bounds, param)
     if fields.max_tokens == 0:
-        raise invalid("sampling_params.max_new_tokens", "must be at least 1")
+        raise invalid("max_tokens", "must be at least 1")
     limit = output_limit(fields.max_tokens, GENERATE_TOKENS, len(ids), bounds, param)
     top = asked.top_logprobs_num or 0 if asked.return_logprob else None
     from_prompt = asked.logprob_start_len is not None and asked.logprob_start_len >= 0
@@ -100,7 +107,7 @@ class NativeAnswer(GenerationAnswer):
     """The native response, or its events: each holds a whole answer so far, as this API's clients expect."""
 
     def __init__(self, server: Server, asked: GenerateRequest, generation: Generation):
-        super().__init__(server, generation, asked)
+        super().__init__(server, generation, asked, as_sent(asked))
         self.started = time.perf_counter()
         self.many = isinstance(asked.text, list) or generation.n > 1 or len(generation.prompts) > 1
         self.choices = [NativeChoice(server.text, asked, choice.prompt) for choice in generation.choices]

@@ -66,11 +66,17 @@ class Body(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="ignore")
     _ignored: dict[str, str] = PrivateAttr(default_factory=dict)
+    _sent: dict[str, str] = PrivateAttr(default_factory=dict)
 
     @property
     def ignored(self) -> dict[str, str]:
         """Fields that were sent and are none -> what was probably meant."""
         return self._ignored
+
+    @property
+    def sent(self) -> dict[str, str]:
+        """Fields that were sent by another name than their own, or inside of another field -> that name."""
+        return self._sent
 
     @model_validator(mode="before")
     @classmethod
@@ -99,8 +105,23 @@ def read(model: type[AnyBody], data: bytes) -> AnyBody:
         body = model.model_validate(fields)
     except ValidationError as error:
         raise validation_error(error) from None
-    body._ignored = lookalikes(fields, model)
+    body._ignored, body._sent = lookalikes(fields, model), sent_names(fields, model)
     return body
+
+
+def sent_names(fields: dict[str, Any], model: type[Body]) -> dict[str, str]:
+    """`Body.sent`. Of several names of one field the first counts, as it does where they are read."""
+    found = {}
+    for name, field in model.model_fields.items():
+        words = field.validation_alias.choices if isinstance(field.validation_alias, AliasChoices) else (name,)
+        word = next((word for word in words if fields.get(word) is not None), name)
+        if word != name:
+            found[name] = word
+    inner = fields.get("sampling_params") if "sampling_params" in model.model_fields else None
+    if isinstance(inner, dict):
+        others = sent_names(inner, SamplingFields)
+        found |= {name: f"sampling_params.{others.get(name, name)}" for name in SamplingFields.model_fields}
+    return found
 
 
 # Of other APIs; what is spelled alike is found without them.

@@ -9,10 +9,11 @@ from starlette.responses import Response
 
 from ...messages import TextOutput
 from ..answer import respond
-from ..as_chat import Names, RenderedAnswer, as_chat, as_far_as_fits, placed, renamed
+from ..as_chat import RenderedAnswer, as_chat, as_far_as_fits, placed
 from ..chat_call import ChatCall, encode_prompt, prepare
 from ..context import Server
 from ..generation import Choice, new_id
+from ..naming import Names, as_sent, renamed
 from ..protocol import ChatRequest
 from ..protocol import read as read_body
 from ..stream import ANTHROPIC, json_response, typed_event
@@ -49,7 +50,7 @@ def start(server: Server, caller: Caller, body: bytes) -> MessageAnswer:
     id = new_id("msg").replace("-", "_")
     with renamed(names):
         call = as_far_as_fits(lambda chat: prepare(server, caller, chat, id), chat)
-    return MessageAnswer(server, call, asked)
+    return MessageAnswer(server, call, asked, names)
 
 
 async def count_tokens(server: Server, request: Request) -> Response:
@@ -79,7 +80,17 @@ def chat_request(asked: CountRequest, **fields: Any) -> tuple[ChatRequest, Names
         response_format=response_format(asked), stop=asked.stop_sequences or asked.stop,
         continue_final_message=resume or None, chat_template_kwargs=asked.chat_template_kwargs,
         reasoning_effort=asked.output_config and asked.output_config.effort, **thinking(asked), **fields)
-    return chat, (*placed("messages", places), *NAMES)
+    return chat, (*placed("messages", places), *_own_names(asked), *NAMES)
+
+
+def _own_names(asked: CountRequest) -> Names:
+    """Of what may be said in several fields: the one in which it was."""
+    schema = asked.output_config and asked.output_config.format
+    names = [*as_sent(asked, *([] if asked.stop_sequences else ["stop"]),
+                      *([] if schema or asked.output_format else ["response_format"]))]
+    if asked.output_format and not schema:
+        names.append((r"response_format(\.json_schema)?", "output_format"))
+    return names
 
 
 def thinking(asked: CountRequest) -> dict[str, Any]:
@@ -94,10 +105,10 @@ def thinking(asked: CountRequest) -> dict[str, Any]:
 class MessageAnswer(RenderedAnswer):
     """A message, whole or as its events: start, blocks one after another, reason and usage, stop."""
 
-    names, framing = NAMES, ANTHROPIC
+    framing = ANTHROPIC
 
-    def __init__(self, server: Server, call: ChatCall, asked: MessagesRequest):
-        super().__init__(server, call, asked)
+    def __init__(self, server: Server, call: ChatCall, asked: MessagesRequest, names: Names):
+        super().__init__(server, call, asked, names)
         self.blocks = Blocks()
         self._begun = False
 

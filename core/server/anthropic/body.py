@@ -222,11 +222,13 @@ CHOICES: dict[str, Callable[[dict[str, Any]], Any]] = {
 
 def response_format(asked: CountRequest) -> dict[str, Any] | None:
     """The schema of `output_config.format`, or of its older name, as chat has it."""
-    form = asked.output_config.format if asked.output_config and asked.output_config.format else asked.output_format
+    within = asked.output_config and asked.output_config.format
+    form = within or asked.output_format
     if not form:
         return asked.response_format
     if form.get("type") != "json_schema" or form.get("schema") is None:
-        raise invalid("output_config.format", f"must have the type json_schema and a schema; got {shown(form)}")
+        raise invalid("output_config.format" if within else "output_format",
+                      f"must have the type json_schema and a schema; got {shown(form)}")
     return {"type": "json_schema", "json_schema": {"name": "output", "schema": form["schema"]}}
 
 

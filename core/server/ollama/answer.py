@@ -18,11 +18,12 @@ from ...messages import TextOutput, unpack_ids
 from ...parsers.contract import CallEnd, Content, Event, Plain, Reasoning
 from ...parsers.json_text import as_object
 from ..answer import respond
-from ..as_chat import Names, RenderedAnswer, as_chat, as_far_as_fits, fitting, renamed
+from ..as_chat import RenderedAnswer, as_chat, as_far_as_fits, fitting
 from ..chat_call import ChatCall, Reply, prepare, wanted_logprobs
 from ..context import Server
 from ..generation import Choice, Generation, Prompt, new_id
 from ..logprobs import chat_logprobs
+from ..naming import Names, as_sent, renamed
 from ..protocol import ChatRequest
 from ..protocol import read as read_body
 from ..stream import LINES, JsonList, encode_json
@@ -62,11 +63,12 @@ async def generate(server: Server, request: Request) -> Response:
 def _start(kind: type[AnyBody], prepare_call: Callable[[Server, Caller, AnyBody], ChatCall | None], server: Server,
            caller: Caller, body: bytes) -> Lines | LoadAnswer:
     began, asked = time.perf_counter(), read_body(kind, body)
-    with renamed(NAMES):
+    names = (*as_sent(asked), *NAMES)
+    with renamed(names):
         server.require_model(plain_name(asked.model))
         call = prepare_call(server, caller, asked)
     form = ChatLines if isinstance(asked, ChatBody) else GenerateLines
-    return LoadAnswer(asked) if call is None else form(server, call, asked, began)
+    return LoadAnswer(asked) if call is None else form(server, call, asked, names, began)
 
 
 def _start_chat(server: Server, caller: Caller, asked: ChatBody) -> ChatCall | None:
@@ -158,10 +160,10 @@ class LoadAnswer:
 class Lines(RenderedAnswer):
     """An answer as lines, or as the one object that they come to. Durations are in nanoseconds."""
 
-    names, framing = NAMES, LINES
+    framing = LINES
 
-    def __init__(self, server: Server, call: ChatCall, asked: AskFields, began: float):
-        super().__init__(server, call, asked)
+    def __init__(self, server: Server, call: ChatCall, asked: AskFields, names: Names, began: float):
+        super().__init__(server, call, asked, names)
         self._began = began
 
     def whole(self, choices: list[Choice]) -> dict[str, Any]:
@@ -229,8 +231,8 @@ class GenerateLines(Lines):
     """`/api/generate`. The last line has the ids of all that was said, for `context` of a next request; a raw prompt is
     the caller's own."""
 
-    def __init__(self, server: Server, call: ChatCall, asked: GenerateBody, began: float):
-        super().__init__(server, call, asked, began)
+    def __init__(self, server: Server, call: ChatCall, asked: GenerateBody, names: Names, began: float):
+        super().__init__(server, call, asked, names, began)
         self._tokens: list[bytes] = []
 
     def _part(self, content: str, thought: str, calls: list[Any]) -> dict[str, Any]:

@@ -12,12 +12,13 @@ from starlette.responses import Response
 
 from ...errors import RequestError
 from ...messages import Logprobs, TextOutput
-from ..as_chat import Names, RenderedAnswer, as_chat, fitting, placed, renamed
+from ..as_chat import RenderedAnswer, as_chat, fitting, placed
 from ..chat_call import ChatCall, prepare
 from ..context import Server
 from ..errors import as_request_error
 from ..generation import Choice, new_id
 from ..logprobs import chat_logprobs
+from ..naming import Names, as_sent, renamed
 from ..protocol import ChatRequest
 from ..protocol import read as read_body
 from ..request_log import log
@@ -49,7 +50,7 @@ def start(kept: Kept, server: Server, caller: Caller, body: bytes) -> ResponseAn
     with renamed(turns.names):
         call = fitting(lambda messages: prepare(server, caller, chat_request(asked, messages), id), turns.messages,
                        asked.truncation == "auto")
-    return ResponseAnswer(server, call, asked, kept, turns.items)
+    return ResponseAnswer(server, call, asked, kept, turns)
 
 
 class Turns(NamedTuple):
@@ -75,7 +76,10 @@ def read_turns(kept: Kept, asked: ResponsesRequest, id: str, most: int) -> Turns
         messages.insert(0, {"role": "system", "content": asked.instructions})
         places.insert(0, "instructions")
     tools = [function.place for function in functions(asked.tools)]
-    return Turns(items, messages, (*placed("messages", places),
+    own = [] if asked.text and asked.text.format else ["response_format"]
+    limit = [("max_tokens", "max_output_tokens")] if asked.max_output_tokens else as_sent(asked, *(
+        [] if "max_tokens" in asked.sent else ["max_tokens"]))
+    return Turns(items, messages, (*placed("messages", places), *limit, *as_sent(asked, *own),
                                    (r"tools\[(\d+)\]\.function", lambda match: tools[int(match[1])]), *NAMES))
 
 
@@ -115,11 +119,11 @@ def response_object(server: Server, call: ChatCall, asked: ResponsesRequest, sto
 class ResponseAnswer(RenderedAnswer):
     """A response as it grows. items: the request's own. builder: what the client is told."""
 
-    names, framing = NAMES, RESPONSES
+    framing = RESPONSES
 
-    def __init__(self, server: Server, call: ChatCall, asked: ResponsesRequest, kept: Kept, items: list[Item]):
-        super().__init__(server, call, asked)
-        self.kept, self.items = kept, items
+    def __init__(self, server: Server, call: ChatCall, asked: ResponsesRequest, kept: Kept, turns: Turns):
+        super().__init__(server, call, asked, turns.names)
+        self.kept, self.items = kept, turns.items
         self.stored = kept.store is not None and asked.store is not False
         spaces = {function.name: (function.space, function.tool["name"]) for function in functions(asked.tools)
                   if function.space}

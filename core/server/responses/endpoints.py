@@ -11,9 +11,9 @@ from starlette.responses import Response
 
 from ...errors import RequestError, shown
 from ..answer import respond
-from ..as_chat import renamed
 from ..chat_call import encode_prompt
 from ..context import Server
+from ..naming import renamed
 from ..protocol import read as read_body
 from ..stream import RESPONSES, EventStream, json_response
 from ..tools import read_toolset
