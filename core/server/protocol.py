@@ -100,7 +100,7 @@ def read(model: type[AnyBody], data: bytes) -> AnyBody:
     known = spellings(model)
     refuse_unsupported(fields, known)
     if isinstance(fields.get("sampling_params"), dict):
-        refuse_unsupported(fields["sampling_params"], known)
+        refuse_unsupported(fields["sampling_params"], known, "sampling_params.")
     try:
         body = model.model_validate(fields)
     except ValidationError as error:
@@ -324,15 +324,16 @@ def _wanted(value: Any) -> bool:
     return value is not None and value is not False and value not in ("", [], {})
 
 
-def refuse_unsupported(body: dict[str, Any], known: frozenset[str] = frozenset()) -> None:
+def refuse_unsupported(body: dict[str, Any], known: frozenset[str] = frozenset(), within: str = "") -> None:
     """A 400 that names the first field which would be ignored although it asks for something. known: fields that the
-    endpoint has, whatever others make of them."""
+    endpoint has, whatever others make of them. within: what the fields are in, as it stands before their names."""
     for field in (REFUSED.keys() & body.keys()) - known:
         if _wanted(body[field]):
-            raise RequestError(f"{field} {REFUSED[field]}", param=field, code="unsupported_parameter")
+            raise RequestError(f"{within}{field} {REFUSED[field]}", param=within + field,
+                               code="unsupported_parameter")
     for field in (NEUTRAL.keys() & body.keys()) - known:
         if _wanted(body[field]) and body[field] != NEUTRAL[field]:
-            raise RequestError(f"{field} is not supported here; leave it out", param=field,
+            raise RequestError(f"{within}{field} is not supported here; leave it out", param=within + field,
                                code="unsupported_parameter")
     if "tool_choice" not in known and body.get("tool_choice") not in (None, "none", "auto"):
         raise RequestError("tool_choice is for conversations; use /v1/chat/completions", param="tool_choice",

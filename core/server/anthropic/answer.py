@@ -86,8 +86,8 @@ def chat_request(asked: CountRequest, **fields: Any) -> tuple[ChatRequest, Names
 def _own_names(asked: CountRequest) -> Names:
     """Of what may be said in several fields: the one in which it was."""
     schema = asked.output_config and asked.output_config.format
-    names = [*as_sent(asked, *([] if asked.stop_sequences else ["stop"]),
-                      *([] if schema or asked.output_format else ["response_format"]))]
+    names = [*as_sent(asked, *([] if asked.stop_sequences or not asked.stop else ["stop"]),
+                      *([] if schema or asked.output_format or not asked.response_format else ["response_format"]))]
     if asked.output_format and not schema:
         names.append((r"response_format(\.json_schema)?", "output_format"))
     return names

@@ -76,7 +76,7 @@ def read_turns(kept: Kept, asked: ResponsesRequest, id: str, most: int) -> Turns
         messages.insert(0, {"role": "system", "content": asked.instructions})
         places.insert(0, "instructions")
     tools = [function.place for function in functions(asked.tools)]
-    own = [] if asked.text and asked.text.format else ["response_format"]
+    own = [] if asked.text and asked.text.format or not asked.response_format else ["response_format"]
     limit = [("max_tokens", "max_output_tokens")] if asked.max_output_tokens else as_sent(asked, *(
         [] if "max_tokens" in asked.sent else ["max_tokens"]))
     return Turns(items, messages, (*placed("messages", places), *limit, *as_sent(asked, *own),
