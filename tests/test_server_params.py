@@ -108,7 +108,8 @@ def test_chat_has_no_echo_and_no_best_of(made, http, field):
 
 def test_sampling_of_others_is_refused_inside_sampling_params(made, http):
     sent = {"text": "a", "sampling_params": {"max_new_tokens": 2, "top_a": 0.5}}
-    assert http.post("/generate", json=sent).json()["error"]["param"] == "sampling_params.top_a" and not made.client.submits
+    error = http.post("/generate", json=sent).json()["error"]
+    assert error["param"] == "sampling_params.top_a" and not made.client.submits
 
 
 def test_tools_that_must_not_be_used_change_nothing(made, http):
