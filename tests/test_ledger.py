@@ -48,8 +48,9 @@ def metric(server: Serving, name: str) -> float:
 def test_a_violation_is_told_with_both_owners_and_costs_one_page(tiny, tmp_path):
     fire = tmp_path / "fire"
     (tmp_path / "sitecustomize.py").write_text(FAULT.replace("FIRE", repr(str(fire))))
-    with Serving(tiny, "--record", str(tmp_path / "steps"), temporary=tmp_path, PYTHONPATH=str(tmp_path)) as server:
-        stream = server.stream(100)
+    with Serving(tiny, "--record", str(tmp_path / "steps"), temporary=tmp_path, delay_ms=30,
+                 PYTHONPATH=str(tmp_path)) as server:
+        stream = server.stream(100)  # takes 3 s
         fire.touch()
         rest = stream.read()
         assert b'"finish_reason":"length"' in rest and b"[DONE]" in rest, "its request ends as if nothing had been"
