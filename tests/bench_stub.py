@@ -40,6 +40,10 @@ class Stub:
             ready.set()
             await self.end.wait()
             server.close()
+            left = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in left:
+                task.cancel()
+            await asyncio.gather(*left, return_exceptions=True)
         self.thread = threading.Thread(target=lambda: self.loop.run_until_complete(serve()), daemon=True)
         self.thread.start()
         ready.wait()

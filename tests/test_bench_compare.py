@@ -2,12 +2,14 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import sys
 
 import pytest
 from isthmus.core.bench import serving
 from isthmus.core.bench.evidence import bootstrap_interval, judge, judge_all, sign_interval
+from isthmus.core.bench.output import LINE, LINES, TAIL, Output
 from isthmus.core.bench.result import Result, Run, write_result
 from isthmus.core.bench.servers import Started, words_of
 from isthmus.core.cli.main import main
@@ -163,3 +165,27 @@ def test_a_server_is_measured_and_ended():
         assert server.resident() > 2**20 and server.cpu_seconds() > 0 and server.ready_s > 0
         assert server.stages[0][1] == "loading"
     assert server.process.poll() is not None
+
+
+def test_what_a_server_says_takes_no_more_memory_than_is_shown():
+    reading, writing = os.pipe()
+    output = Output(open(reading, "rb"), 0.0)  # which closes it
+    with open(writing, "wb", buffering=0) as out:
+        out.write(b"first\n\n" + b"x" * 5000 + b"\n")
+        for i in range(3000):
+            out.write(b"line %d\n" % i)
+        out.write(b"y" * 10**6 + b"\nthe end \xc3\xa9\x1b")
+    while "the end" not in output.said():
+        pass
+    assert len(output.lines) == LINES and [line for _, line in output.lines[:3]] == ["first", "x" * LINE, "line 0"]
+    assert output.said().endswith("y\nthe end \u00e9?") and len(output.said()) <= TAIL
+    assert len(output._tail) <= 4 * TAIL and len(output._line) <= LINE
+
+
+def test_a_server_that_says_much_is_not_held_up():
+    code = ("import http.server, sys; print('x' * 2**22, flush=True); "
+            "h = type('H', (http.server.BaseHTTPRequestHandler,), "
+            "{'do_GET': lambda s: (s.send_response(200), s.end_headers())}); "
+            "http.server.HTTPServer(('127.0.0.1', int(sys.argv[1])), h).serve_forever()")
+    with Started(f'{sys.executable} -c "{code}" {{port}}') as server:
+        assert server.ready_s > 0

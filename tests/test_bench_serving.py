@@ -1,6 +1,7 @@
 """`isthmus bench serving`: against a stub that stalls, spares and breaks, and against a server."""
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 
@@ -9,8 +10,8 @@ from isthmus.core.bench import client, drive
 from isthmus.core.bench.drive import Load, run_loop
 from isthmus.core.bench.result import FIGURES, command, hidden, read_result
 from isthmus.core.bench.serving import told_of_client, warm_up
-from isthmus.core.bench.workload import Shape, drawn_prompts
-from isthmus.core.cli.bench_server import find_server
+from isthmus.core.bench.workload import Ask, Shape, drawn_prompts
+from isthmus.core.cli.bench_server import find_server, watched
 from isthmus.core.cli.main import main
 from isthmus.core.errors import ConfigError, RequestError
 
@@ -236,3 +237,41 @@ def test_a_result_that_is_none_is_refused(tmp_path):
             read_result(tmp_path / "x.json")
     with pytest.raises(ConfigError, match="no such file"):
         read_result(tmp_path / "y.json")
+
+
+def test_a_server_that_never_answers_is_told_after_its_time(capsys):
+    with Stub(lambda number, body: Reply(stall=3600)) as stub:
+        code, _, err = said(capsys, "--url", stub.url, "--requests", "1", "--timeout", "0.05")
+    assert code == 2 and "no whole answer in 0.05 s" in err and "for a token" in err
+
+
+def test_one_that_stops_answering_ends_too():
+    with Stub(lambda number, body: Reply(stall=3600 if number else 0.0)) as stub:
+        server = find_server(stub.url, None, None)
+        server = dataclasses.replace(server, target=dataclasses.replace(server.target, timeout=0.05))
+        with pytest.raises(RequestError, match="before the measured ones: no whole answer in 0.05 s .--timeout"):
+            run_loop(warm_up(server, 1))
+        outcome = run_loop(drive.Client(server.target).ask(Ask("a", 1)))
+        assert (outcome.error, outcome.message) == ("timeout", "no whole answer in 0.05 s")
+
+
+def test_files_are_looked_at_before_the_server_is(capsys, tmp_path):
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "a"}\n{"nothing": 1}\n')
+    for option, words in (("--prompts", "line 2: neither a prompt"), ("--trace", "bad.jsonl")):
+        code, _, err = said(capsys, "--url", "http://127.0.0.1:9", option, str(tmp_path / "bad.jsonl"))
+        assert code == 2 and words in err and "no server answers" not in err
+    code, _, err = said(capsys, "--url", "http://127.0.0.1:9", "--timeout", "0")
+    assert code == 2 and "--timeout 0: it must be above 0" in err
+
+
+def test_who_stops_it_is_told_how_far_it_was(capsys, monkeypatch):
+    def stopped(*_):
+        raise KeyboardInterrupt
+    with Stub() as stub:
+        monkeypatch.setattr(drive, "run_loop", lambda work: (work.close(), stopped()))
+        assert main(["bench", "serving", "--url", stub.url, "--requests", "2"]) == 130
+    assert f"stopped at: ask {stub.url} for a token; there is no result" in capsys.readouterr().err
+    with pytest.raises(KeyboardInterrupt), watched() as line:
+        line("send requests", 3, 8)
+        stopped()
+    assert "stopped at: send requests, 3 of 8; there is no result" in capsys.readouterr().err

@@ -229,9 +229,9 @@ class Client:
                 connection.writer.write(head + body)
                 now = await connection.more()
                 break
-            except (ConnectionError, httptools.HttpParserError):
+            except BaseException as error:  # also when its time is over: the server goes on for whom it still sees
                 connection.close()
-                if fresh:
+                if fresh or not isinstance(error, ConnectionError | httptools.HttpParserError):
                     raise
                 connection, fresh = None, True  # one that was kept may have been closed meanwhile
         try:

@@ -8,19 +8,17 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from contextlib import suppress
-from typing import IO
 
 import psutil
 
-from ..errors import ConfigError, cut, printable
+from ..errors import ConfigError
+from .output import Output
 from .result import hidden
 
 LOOK_S = 0.05        # between two looks whether it is ready
 END_S = 30.0         # after which it is killed
-TAIL = 2000          # characters of what it said that are shown
 PLACE = "{port}"
 
 
@@ -50,29 +48,30 @@ def free_port() -> int:
 class Started:
     """A server in a process group of its own, from its first answer on; `with` ends it.
 
-    ready_s: from the command to the first 200 of /v1/models.  stages: what it said on the way, (seconds, line).
+    ready_s: from the command to the first 200 of /v1/models.  stages: what it said first, (seconds, line).
     """
 
     def __init__(self, command: str, timeout: float = 600.0, environment: dict[str, str] | None = None):
         self.port = free_port()
         self.url, self.command = f"http://127.0.0.1:{self.port}", hidden(command)
         words = words_of(command, self.port)
-        self._said: IO[bytes] = tempfile.TemporaryFile()  # not a pipe: one that nobody reads stops it when full
-        self.stages: list[tuple[float, str]] = []
-        self._seen = 0
         self.began = time.monotonic()
         try:
-            self.process = subprocess.Popen(words, stdout=self._said, stderr=subprocess.STDOUT,
+            self.process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                                             stdin=subprocess.DEVNULL, start_new_session=os.name == "posix",
                                             env={**os.environ, **(environment or {})})
         except OSError as error:
-            self._said.close()
             raise ConfigError(f"{words[0]} cannot be started: {(error.strerror or str(error)).lower()}") from None
+        self._output = Output(self.process.stdout, self.began)
         try:
             self._wait(timeout)
         except BaseException:
             self.close()
             raise
+
+    @property
+    def stages(self) -> list[tuple[float, str]]:
+        return self._output.lines
 
     def __enter__(self) -> Started:
         return self
@@ -82,14 +81,14 @@ class Started:
 
     def _wait(self, timeout: float) -> None:
         while not self._answers():
-            self._look()
             spent = time.monotonic() - self.began
             if self.process.poll() is not None:
-                raise ConfigError(f"{self.command!r} ended with exit code {self.process.returncode}: {self.said()}")
+                raise ConfigError(f"{self.command!r} ended with exit code {self.process.returncode}: "
+                                  f"{self._output.said()}")
             if spent > timeout:
-                raise ConfigError(f"{self.command!r} was not ready in {timeout:g} s: {self.said()}")
+                raise ConfigError(f"{self.command!r} was not ready in {timeout:g} s: {self._output.said()}")
             time.sleep(LOOK_S)
-        self._look()
+        self._output.take()
         self.ready_s = time.monotonic() - self.began
 
     def _answers(self) -> bool:
@@ -101,23 +100,6 @@ class Started:
             return False
         finally:
             connection.close()
-
-    def _text(self) -> str:
-        size = os.fstat(self._said.fileno()).st_size
-        start = max(0, size - 2**20)
-        return os.pread(self._said.fileno(), size - start, start).decode(errors="replace") if hasattr(
-            os, "pread") else ""
-
-    def _look(self) -> None:
-        """Note the whole lines that are new."""
-        lines = self._text().split("\n")[:-1]
-        now = time.monotonic() - self.began
-        self.stages += [(now, printable(line)) for line in lines[self._seen:] if line.strip()]
-        self._seen = len(lines)
-
-    def said(self) -> str:
-        """The end of what it wrote."""
-        return cut(printable(self._text()[-TAIL:]).strip(), TAIL) or "it said nothing"
 
     def processes(self) -> list[psutil.Process]:
         with suppress(psutil.Error):
@@ -151,7 +133,8 @@ class Started:
             except subprocess.TimeoutExpired:
                 self._signal(getattr(signal, "SIGKILL", signal.SIGTERM))
                 self.process.wait()
-        self._said.close()
+        if os.name == "posix":
+            self._signal(signal.SIGKILL)  # what it has left of its group
 
     def _signal(self, number: int) -> None:
         with suppress(OSError):

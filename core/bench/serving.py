@@ -16,6 +16,7 @@ WARM_PROMPT, WARM_ANSWER = 64, 8
 EXTRAS = {"ignore_eos": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
 IDS, TEXT, MESSAGES = [1, 2, 3], "hello", [{"role": "user", "content": "hello"}]
 WARM_SEED = 2**31  # of prompts that are none of the workload's
+FIRST_S = 300.0    # for the single token that a server is first asked for
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,8 @@ async def look(target: Target, vocab: int, subject: Mapping[str, Any], chat: boo
     problem = None
     for extras in (EXTRAS, {}):
         for form in (MESSAGES,) if chat else (IDS, TEXT, MESSAGES):
-            client = Client(replace(target, extras=extras, chat=form is MESSAGES))
+            asking = replace(target, extras=extras, chat=form is MESSAGES)
+            client = Client(replace(asking, timeout=min(FIRST_S, target.timeout)))
             outcome = await client.ask(Ask(form, 1))
             client.close()
             # One token that is the end, or a part of a character, brings no text; that it was answered is enough.
@@ -47,7 +49,7 @@ async def look(target: Target, vocab: int, subject: Mapping[str, Any], chat: boo
                 if not chat and form is not IDS:
                     kind = "words" if form is TEXT else "messages of words"
                     notes.append(f"the server takes no token ids: prompts are {kind}, about as many")
-                return Server(client.target, vocab, form is IDS, subject, tuple(notes))
+                return Server(asking, vocab, form is IDS, subject, tuple(notes))
             if not outcome.error.startswith("http 4"):
                 raise RequestError(f"{target.host}:{target.port}: {outcome.message}", status=502)
             problem = problem or outcome
@@ -56,11 +58,15 @@ async def look(target: Target, vocab: int, subject: Mapping[str, Any], chat: boo
 
 
 async def warm_up(server: Server, requests: int) -> None:
-    """So many requests that count for nothing, one after the other."""
+    """So many requests that count for nothing, one after the other. Raises `RequestError` for one that has no answer in
+    its time."""
     shape = Shape(requests, WARM_PROMPT, WARM_ANSWER, WARM_SEED, server.vocab, as_text=not server.takes_ids)
     client = Client(server.target)
     for session in drawn_prompts(shape).sessions():
-        await client.ask(session.asks[0])
+        outcome = await client.ask(session.asks[0])
+        if outcome.error == "timeout":
+            raise RequestError(f"{server.target.host}:{server.target.port}, a request before the measured ones: "
+                               f"{outcome.message} (--timeout)", status=504)
     client.close()
 
 

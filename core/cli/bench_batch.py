@@ -2,15 +2,14 @@
 from __future__ import annotations
 
 import argparse
-import sys
+from collections.abc import Callable
 from typing import Any
 
 from ..errors import ConfigError
 from ..settings import Resolved
 from .bench_load import numbers
-from .bench_server import add_result_arguments, check_result_files, give
+from .bench_server import add_result_arguments, check_result_files, give, watched
 from .parser import add_model_argument
-from .progress import ProgressLine
 
 MAX_ROWS, MAX_CONTEXT, MAX_STEPS = 8192, 10_000_000, 10_000
 
@@ -39,7 +38,7 @@ def run(arguments: argparse.Namespace, resolved: Resolved) -> int:
     if arguments.steps is not None and not 2 <= arguments.steps <= MAX_STEPS:
         raise ConfigError(f"--steps {arguments.steps}: it must be between 2 and {MAX_STEPS}")
     check_result_files(arguments)
-    with ProgressLine(sys.stderr) as line:
+    with watched() as line:
         result, told = _measure(arguments, resolved, [(r, 1, c) for c in contexts for r in rows]
                                 + [(1, p, p) for p in prefills], line)
     give(result, told, arguments)
@@ -47,7 +46,7 @@ def run(arguments: argparse.Namespace, resolved: Resolved) -> int:
 
 
 def _measure(arguments: argparse.Namespace, resolved: Resolved, cases: list[tuple[int, int, int]],
-             line: ProgressLine) -> tuple[Any, list[str]]:
+             line: Callable[..., None]) -> tuple[Any, list[str]]:
     from ..bench import batch, ceilings
     from ..bench.picture import table_of, text_of
     from ..bench.result import Result, shown_figure

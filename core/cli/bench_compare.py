@@ -2,8 +2,7 @@
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,8 +11,7 @@ from ..errors import ConfigError
 from ..settings import Resolved
 from .backends import own_key
 from .bench_load import add_load_arguments, add_workload_arguments, check_workload, make_loads, make_workload
-from .bench_server import add_run_arguments, check_result_files, find_server, give
-from .progress import ProgressLine
+from .bench_server import add_run_arguments, check_result_files, find_server, give, watched
 
 if TYPE_CHECKING:
     from ..bench.evidence import Verdict
@@ -103,7 +101,7 @@ def _servers(arguments: argparse.Namespace, resolved: Resolved) -> tuple[Result,
         raise ConfigError("one load is compared at a time: give one --concurrency or one --rate")
     if not 1 <= arguments.rounds <= MAX_ROUNDS:
         raise ConfigError(f"--rounds {arguments.rounds}: it must be between 1 and {MAX_ROUNDS}")
-    with ProgressLine(sys.stderr) as line:
+    with watched() as line:
         runs, subjects, workload, notes = _rounds(arguments, own_key(resolved), load, slo, line)
     sides = {side: [run.figures for run in runs if run.detail["side"] == side] for side in "AB"}
     verdicts = judge_all(sides["A"], sides["B"], True, arguments.margin)
@@ -120,7 +118,7 @@ def _servers(arguments: argparse.Namespace, resolved: Resolved) -> tuple[Result,
 
 
 def _rounds(arguments: argparse.Namespace, key: str | None, load: Any, slo: Any,
-            line: ProgressLine) -> tuple[list[Run], dict[str, Any], Any, list[str]]:
+            line: Callable[..., None]) -> tuple[list[Run], dict[str, Any], Any, list[str]]:
     from ..bench.drive import run_loop
     from ..bench.result import Run
     from ..bench.serving import measure
@@ -143,7 +141,8 @@ def _rounds(arguments: argparse.Namespace, key: str | None, load: Any, slo: Any,
 
 
 @contextmanager
-def open_server(text: str, arguments: argparse.Namespace, key: str | None, line: ProgressLine) -> Iterator[Server]:
+def open_server(text: str, arguments: argparse.Namespace, key: str | None,
+                line: Callable[..., None]) -> Iterator[Server]:
     """The server at a URL, or one that a command starts, warmed up."""
     from ..bench.drive import run_loop
     from ..bench.result import hidden
@@ -154,7 +153,8 @@ def open_server(text: str, arguments: argparse.Namespace, key: str | None, line:
         if " " in text.strip() or "://" not in text and ":" not in text:
             line(f"start {hidden(text)}")
             url = stack.enter_context(Started(text, arguments.ready_timeout)).url
-        server = find_server(url, None, key, arguments.turns > 1)
+        line(f"ask {url} for a token")
+        server = find_server(url, None, key, arguments.turns > 1, arguments.timeout)
         if arguments.warmup > 0:
             run_loop(warm_up(server, arguments.warmup))
         yield server

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,8 +14,7 @@ from ..settings import Resolved
 from .backends import RemoteBackend, own_key
 from .bench_compare import open_server
 from .bench_load import add_load_arguments, add_workload_arguments, check_workload, make_loads, make_workload
-from .bench_server import add_run_arguments, check_result_files, give
-from .progress import ProgressLine
+from .bench_server import add_run_arguments, check_result_files, give, watched
 
 if TYPE_CHECKING:
     from ..bench.quality import Scores
@@ -63,7 +62,7 @@ def run(arguments: argparse.Namespace, resolved: Resolved) -> int:
     from ..bench.recorder import read_slo
     from ..bench.result import Result, hidden
     slo = read_slo(arguments.slo)
-    with ProgressLine(sys.stderr) as line:
+    with watched() as line:
         rounds, scores, subjects, about = _measure(arguments, own_key(resolved), load, slo, texts, line)
     runs, told = [], []
     for letter, name in zip(LETTERS, arguments.servers, strict=False):
@@ -104,7 +103,8 @@ def _texts(path: Path | None) -> list[str]:
 
 
 def _measure(arguments: argparse.Namespace, key: str | None, load: Any, slo: Any, texts: list[str],
-             line: ProgressLine) -> tuple[dict[str, list[Run]], dict[str, Scores], dict[str, Any], dict[str, Any]]:
+             line: Callable[..., None],
+             ) -> tuple[dict[str, list[Run]], dict[str, Scores], dict[str, Any], dict[str, Any]]:
     """Runs and scores of each; the order is turned about from round to round."""
     from ..bench.drive import run_loop
     from ..bench.result import hidden

@@ -2,14 +2,12 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from fnmatch import fnmatch
 
 from ..errors import ConfigError, said
 from ..settings import Resolved
 from .bench_load import numbers
-from .bench_server import add_result_arguments, check_result_files, give
-from .progress import ProgressLine
+from .bench_server import add_result_arguments, check_result_files, give, watched
 
 MAX_TOKENS = 1_000_000
 FAILED = 1
@@ -52,7 +50,7 @@ def run(arguments: argparse.Namespace, resolved: Resolved) -> int:
         if not chosen:
             raise ConfigError(f"--only {' '.join(arguments.only)}: there is no such op; there are embed, linear, "
                               "rms_norm, rope, attention, act_mul, moe and sample")
-        with ProgressLine(sys.stderr) as line:
+        with watched() as line:
             line("measure memory and products")
             roof, peer = ceilings.measure(place, 0), kernels.find_peer(manifest.name)
             for case in chosen:

@@ -17,6 +17,8 @@ MOST = {"requests": 1_000_000, "prompt_tokens": 1_000_000, "shared_tokens": 1_00
         "prefixes": 100_000, "turns": 1000}
 LEAST = {"shared_tokens": 0}
 MAX_RATE = 100_000.0
+LEAST_VOCAB = 2
+ANSWER_S, MAX_ANSWER_S = 3600.0, 86400.0  # for a whole answer
 
 
 def add_workload_arguments(parser: argparse.ArgumentParser, requests: int = 64, prompt: int = 256,
@@ -56,6 +58,8 @@ def add_load_arguments(parser: argparse.ArgumentParser, several: bool = True) ->
                        help="of an open loop; trace: at the times of --trace [poisson]")
     group.add_argument("--max-in-flight", type=int, default=4096, metavar="N",
                        help="most requests at once in an open loop; others wait here, and that counts [4096]")
+    group.add_argument("--timeout", type=float, default=ANSWER_S, metavar="SECONDS",
+                       help=f"for a whole answer; one that takes longer has failed [{ANSWER_S:g}]")
     group.add_argument("--slo", default="", metavar="LIMITS",
                        help="such as ttft=200ms,itl=50ms (also tpot, e2e): what counts as goodput")
 
@@ -85,6 +89,8 @@ def check_workload(arguments: argparse.Namespace) -> None:
             raise ConfigError(f"--{name} {getattr(arguments, name):g}: it must be between {least:g} and {most:g}")
     if arguments.longest is not None and arguments.longest < 2:
         raise ConfigError(f"--longest {arguments.longest}: at least 2 tokens, one of the prompt and one of the answer")
+    if files:
+        make_workload(arguments, LEAST_VOCAB)  # what is wrong with it is told before anything is started or sent
 
 
 def flag(name: str) -> str:
@@ -110,6 +116,8 @@ def make_workload(arguments: argparse.Namespace, vocab: int, as_text: bool = Fal
 def make_loads(arguments: argparse.Namespace) -> list[Load]:
     """The loads that the flags describe, in the order in which they were given."""
     from ..bench.drive import MAX_AT_ONCE, Load
+    if not 0 < arguments.timeout <= MAX_ANSWER_S:
+        raise ConfigError(f"--timeout {arguments.timeout:g}: it must be above 0 and at most {MAX_ANSWER_S:g}")
     if arguments.concurrency and (arguments.rate or arguments.arrivals):
         raise ConfigError("--concurrency is a closed loop, --rate and --arrivals an open one: leave one out")
     if not 1 <= arguments.max_in_flight <= MAX_AT_ONCE:

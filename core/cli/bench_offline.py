@@ -2,16 +2,14 @@
 from __future__ import annotations
 
 import argparse
-import sys
 
 import psutil
 
 from ..errors import ConfigError
 from ..settings import Resolved
 from .bench_load import add_workload_arguments, check_workload, make_workload
-from .bench_server import add_result_arguments, check_result_files, give
+from .bench_server import add_result_arguments, check_result_files, give, watched
 from .parser import add_model_argument
-from .progress import ProgressLine
 
 FAILED, MAX_REPEAT = 1, 1000
 
@@ -40,7 +38,7 @@ def run(arguments: argparse.Namespace, resolved: Resolved) -> int:
     runs, workload = [], None
     given = {name: value_of(resolved.config, list_settings()[name]) for name, origin in resolved.origin.items()
              if origin != "default" and name != "model"}
-    with ProgressLine(sys.stderr) as line, Engine(resolved.config.model.model, progress=line, **given) as engine:
+    with watched() as line, Engine(resolved.config.model.model, progress=line, **given) as engine:
         info = engine.info
         line("warm up")
         offline.warm_up(engine, info.vocab_size)

@@ -4,7 +4,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,21 +12,24 @@ from urllib.parse import urlsplit
 
 from ..errors import ConfigError, RequestError
 from ..files import check_written
+from ..logs import announce
 from .backends import RemoteBackend
+from .bench_load import ANSWER_S
+from .progress import ProgressLine
 
 if TYPE_CHECKING:
     from ..bench.result import Result
     from ..bench.serving import Server
 
-ANSWER_S = 3600.0     # for a whole answer
 ASK_S = 30.0          # for what it says of itself
 DEFAULT_VOCAB = 256   # where the server does not say: ids of bytes are in every vocabulary
 KEPT = ("model", "platform", "device", "dtype", "kv_dtype", "page_size", "pages", "max_model_len", "max_running",
         "model_path", "policy", "eviction_policy", "overlap", "prefix_cache", "determinism", "weight_bytes", "kv_bytes")
 
 
-def find_server(url: str, model: str | None, key: str | None, chat: bool = False) -> Server:
-    """Ask the server what it is and what it takes. Raises `ConfigError` and `RequestError` with the way out."""
+def find_server(url: str, model: str | None, key: str | None, chat: bool = False, timeout: float = ANSWER_S) -> Server:
+    """Ask the server what it is and what it takes. timeout: seconds for a whole answer. Raises `ConfigError` and
+    `RequestError` with the way out."""
     from ..bench.client import Target
     from ..bench.drive import run_loop
     from ..bench.result import hidden
@@ -38,7 +41,7 @@ def find_server(url: str, model: str | None, key: str | None, chat: bool = False
     info = _info(backend)
     parts = urlsplit(backend.root)
     target = Target(parts.hostname or "", parts.port or (443 if backend.secure else 80), backend.secure,
-                    backend.root_path, backend.headers, model or served[0], {}, ANSWER_S)
+                    backend.root_path, backend.headers, model or served[0], {}, timeout)
     vocab = info.get("vocab_size")
     subject = {"url": hidden(backend.root), "model": target.model, "server": {k: info[k] for k in KEPT if k in info}}
     return run_loop(look(target, vocab if isinstance(vocab, int) and 0 < vocab < 2**31 else DEFAULT_VOCAB, subject,
@@ -56,6 +59,24 @@ def _info(backend: RemoteBackend) -> dict[str, Any]:
     except (ValueError, LookupError, TypeError):
         return {}
     return found if isinstance(found, dict) else {}
+
+
+@contextmanager
+def watched() -> Iterator[Callable[..., None]]:
+    """A line that shows progress. Who ends the command with Ctrl-C is told how far it was."""
+    at: tuple[str, int, int] = ("", 0, 0)
+    try:
+        with ProgressLine(sys.stderr) as line:
+            def tell(stage: str, done: int = 0, total: int | None = 0) -> None:
+                nonlocal at
+                at = stage, done, total or 0
+                line(stage, done, total)
+            yield tell
+    except KeyboardInterrupt:
+        stage, done, total = at
+        count = f", {done} of {total}" if total else ""
+        announce(f"isthmus: stopped at: {stage or 'the beginning'}{count}; there is no result")
+        raise
 
 
 def add_result_arguments(parser: argparse.ArgumentParser) -> None:

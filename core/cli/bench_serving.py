@@ -2,9 +2,8 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,9 +13,8 @@ from ..files import check_written
 from ..settings import Resolved
 from .backends import own_key
 from .bench_load import add_load_arguments, add_workload_arguments, check_workload, make_loads, make_workload
-from .bench_server import add_result_arguments, check_result_files, find_server, give, written
+from .bench_server import add_result_arguments, check_result_files, find_server, give, watched, written
 from .launch import running_url
-from .progress import ProgressLine
 from .top import can_draw, sparkline
 
 if TYPE_CHECKING:
@@ -41,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, resolved: Resolved) -> int:
     """0 when every request was answered, else 1."""
+    from ..bench.recorder import read_slo
     check_workload(arguments)
     loads = make_loads(arguments)
     for name, least, most in (("warmup", 0, MAX_WARM), ("repeat", 1, MAX_REPEAT)):
@@ -49,22 +48,25 @@ def run(arguments: argparse.Namespace, resolved: Resolved) -> int:
     check_result_files(arguments)
     if arguments.save_requests is not None:
         check_written(arguments.save_requests, "--save-requests")
-    server = find_server(arguments.url or running_url(resolved), arguments.model, own_key(resolved),
-                         arguments.turns > 1)
-    result = serve_load(arguments, loads, server)
+    read_slo(arguments.slo)
+    url = arguments.url or running_url(resolved)
+    with watched() as line:
+        line(f"ask {url} for a token")
+        server = find_server(url, arguments.model, own_key(resolved), arguments.turns > 1, arguments.timeout)
+        result = serve_load(arguments, loads, server, line)
     give(result, lines(result), arguments)
     return FAILED if any(run.figures["failed"] for run in result.runs) else 0
 
 
-def serve_load(arguments: argparse.Namespace, loads: Sequence, server: Server) -> Result:
-    """Every load in turn, as often as is to be repeated."""
+def serve_load(arguments: argparse.Namespace, loads: Sequence, server: Server, line: Callable[..., None]) -> Result:
+    """Every load in turn, as often as is to be repeated. line: is told how far it is."""
     from ..bench.drive import run_loop
     from ..bench.recorder import read_slo
     from ..bench.result import Result
     from ..bench.serving import measure, warm_up
     slo, runs, workload = read_slo(arguments.slo), [], None
     path = arguments.save_requests
-    with ProgressLine(sys.stderr) as line, written("--save-requests", path) if path else nullcontext(), \
+    with written("--save-requests", path) if path else nullcontext(), \
             path.open("w", encoding="utf-8") if path else nullcontext() as rows:
         if arguments.warmup:
             line("warm up")

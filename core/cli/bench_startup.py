@@ -3,14 +3,12 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 from pathlib import Path
 
 from ..errors import ConfigError
 from ..settings import Resolved
 from .backends import own_key
-from .bench_server import add_result_arguments, check_result_files, find_server, give
-from .progress import ProgressLine
+from .bench_server import add_result_arguments, check_result_files, find_server, give, watched
 
 DEFAULT = "isthmus serve"
 FAILED, MAX_REPEAT = 1, 1000
@@ -45,7 +43,7 @@ def run(arguments: argparse.Namespace, resolved: Resolved) -> int:
 
     def look(url: str):
         return find_server(url, None, key)
-    with ProgressLine(sys.stderr) as line:
+    with watched() as line:
         line("the first start, which does not count")
         _, server = startup.measure(arguments.server, "first", arguments.ready_timeout, look)
         files = arguments.cold or _model_of(server.subject)

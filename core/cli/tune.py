@@ -201,7 +201,8 @@ class Trials:
             path.write_text(yaml_text(merged(self.base, changes), ()), "utf-8")
             ends = time.monotonic() + limit
             with Started(f"isthmus serve --config {path}", limit) as started:
-                server = find_server(started.url, None, self.key, self.arguments.turns > 1)
+                server = find_server(started.url, None, self.key, self.arguments.turns > 1,
+                                     min(limit, self.arguments.timeout))
                 self.platform = str(server.subject["server"].get("platform", ""))
                 given = argparse.Namespace(**vars(self.arguments))
                 if part == "screen":
