@@ -47,7 +47,7 @@ def passed(output: str) -> int:
 
 
 def test_library_cases():
-    sources = {"ENGINE_ADAPTER": "tests.case_adapter", "ENGINE_SRC": str(ROOT / "core"), "BASE_URL": ""}
+    sources = {"ENGINE_ADAPTER": "tests.case_adapter", "ENGINE_SRC": str(ROOT / "core"), "BASE_URL": "", "SLOW": "3"}
     output = run_cases(sources, 1500, *missing_data())
     assert passed(output) >= 40, output[-6000:]
 
@@ -58,7 +58,7 @@ def test_server_cases():
     flags = ["--platform=cpu", f"--api-key={KEY}", f"--max-model-len={CONTEXT}"]
     process, url = start_server(flags)
     try:
-        output = run_cases({"BASE_URL": url + "/v1", "API_KEY": KEY, "CTX": str(CONTEXT), "PAGE": "16", "SLOW": "3",
+        output = run_cases({"BASE_URL": url + "/v1", "API_KEY": KEY, "CTX": str(CONTEXT), "PAGE": "16", "SLOW": "6",
                             "MODEL": "smollm2-135m-instruct"}, 3600, *missing_data())
         assert passed(output) >= 140, output[-6000:]
     finally:
