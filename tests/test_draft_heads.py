@@ -245,7 +245,7 @@ def changed(folder: Path, source: Path, tensors=lambda kept: kept, **words) -> P
     ({"hidden_size": 128}, None, "hidden_size = 128, and llama3 has 64: this head was trained for another model"),
     ({"vocab_size": 99}, None, "vocab_size = 99, and llama3 has 131"),
     ({"model_type": "gemma3_text"}, None, "a head's layers are Llama's"),
-    ({}, {"midlayer.x": torch.ones(1)}, "this is a head of EAGLE-3"),
+    ({}, {"midlayer.x": torch.ones(1)}, "it lacks lm_head.weight, model.layers.0.hidden_norm.weight"),
     ({}, {"norm.weight": torch.ones(64)}, "no draft head of the kind asked for: it has unknown model.norm.weight"),
     ({}, {"fc.weight": None}, "it lacks model.fc.weight"),
     ({}, {"fc.weight": torch.ones(64, 64)}, r"has shape \[64, 32\], the configuration says \[64, 64\]")])

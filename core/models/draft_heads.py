@@ -66,6 +66,10 @@ class DraftHead:
                                                   "norm": "shared_head.norm"})
         return tree
 
+    def wholes(self) -> dict[str, str]:
+        """What the layout has and a checkpoint has otherwise -> what it is made of there."""
+        return dict.fromkeys((EMBEDDED, HIDDEN), self.combine)
+
     def keep(self, ops: Ops, weights: Mapping[str, Any], batch: Batch, x: Tensor) -> None:
         """In a step of the model. x: [T, hidden], what its last layer gives; `weights` are its own, the head's under
         "draft"."""

@@ -35,10 +35,14 @@ def layout(config: ModelConfig) -> blocks.Layout:
         | blocks.norm_layout(i, config.hidden, NORMS) for i in range(config.layers)])
 
 
-def hidden(config: ModelConfig, ops: Ops, weights: Mapping[str, Any], batch: Batch) -> Tensor:
-    """All layers, over all tokens of the batch: [T, hidden], which the head's norm is still to come to."""
+def hidden(config: ModelConfig, ops: Ops, weights: Mapping[str, Any], batch: Batch,
+           seen: dict[int, Tensor] | None = None) -> Tensor:
+    """All layers, over all tokens of the batch: [T, hidden], which the head's norm is still to come to. seen: filled
+    with the inputs of the layers that are its keys."""
     x = ops.embed(batch.tokens, weights["embed"]) * config.embed_scale
     for i, layer in enumerate(weights["layers"]):
+        if seen is not None and i in seen:
+            seen[i] = x
         q, k, v = blocks.qkv(ops, ops.rms_norm(x, layer["attn_norm"], config.eps), layer, config)
         y = blocks.attention(ops, q, k, v, layer, config, i)
         x = x + ops.rms_norm(y, layer["attn_out_norm"], config.eps)

@@ -21,7 +21,7 @@ from ..platform import Batch, Manifest, Ops, Tensor, Unsupported
 from ..specs import LayerState
 from .options import asked, options_of
 
-Follow = Callable[[Ops, Any, Batch, Tensor], None]
+Follow = Callable[[Ops, Any, Batch, Any], None]
 
 
 class Loading(NamedTuple):
@@ -80,19 +80,21 @@ def companion(items: Iterable[str], loading: Loading) -> Companion:
 
 
 def join(model: LoadedModel, steps: DraftSteps, follow: Follow | None = None, weights: Any = None,
-         layers: tuple[LayerState, ...] = (), nbytes: int = 0, report: Iterable[str] = ()) -> LoadedModel:
+         layers: tuple[LayerState, ...] = (), nbytes: int = 0, report: Iterable[str] = (),
+         taps: tuple[int, ...] = ()) -> LoadedModel:
     """A model with what drafts for it. follow: computed in each step from what the model's layers give, with its own
-    leaves under "draft"."""
+    leaves under "draft". taps: of which layers it gets the inputs instead."""
     model = replace(model, draft=steps, state_layers=model.state_layers + layers, nbytes=model.nbytes + nbytes,
                     report=[*model.report, *report])
     if follow is None:
         return model
     return replace(model, weights={**model.weights, "draft": weights},
-                   forward=partial(_followed, model.hidden, model.rank, follow))
+                   forward=partial(_followed, model.hidden, model.rank, follow, taps))
 
 
-def _followed(hidden: Callable[..., Tensor], config: ModelConfig, follow: Follow, ops: Ops, weights: Any,
-              batch: Batch) -> Tensor:
-    x = hidden(ops, weights, batch)
-    follow(ops, weights, batch, x)
+def _followed(hidden: Callable[..., Tensor], config: ModelConfig, follow: Follow, taps: tuple[int, ...], ops: Ops,
+              weights: Any, batch: Batch) -> Tensor:
+    seen: dict[int, Any] = dict.fromkeys(taps)
+    x = hidden(ops, weights, batch, seen)
+    follow(ops, weights, batch, [seen[i] for i in taps] if taps else x)
     return head(ops, x, weights, batch.logit_rows, config)

@@ -1,4 +1,4 @@
-"""Drafts from the model's own hidden states: EAGLE-1 heads, and MTP layers that a checkpoint carries."""
+"""Drafts from the model's own hidden states: EAGLE heads, and MTP layers that a checkpoint carries."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
@@ -11,21 +11,24 @@ from ..errors import CheckpointError
 from ..models.architectures import ARCHITECTURES, find_architecture
 from ..models.config import parse_config
 from ..models.draft_heads import DraftHead, mtp_config
+from ..models.eagle3 import Eagle3
 from ..models.head_loader import check_head, load_head
 from ..models.loader import LoadedModel, Place, tensor_names
 from ..weights.checkpoint import open_checkpoint
 from .companion import Companion, DraftSteps, Loading, join
 from .contract import DRAFTERS, Word
+from .eagle3 import UNUSED as UNUSED_THIRD
+from .eagle3 import canonical, eagle3_head, made_of
 from .on_device import BRANCHES, ModelDrafter
 
-LATER = ("d2t", "t2d", "midlayer.", "model.midlayer.")  # what only EAGLE-3's heads have
+THIRD = ("model.d2t", "model.t2d", "model.midlayer.", "model.layers.0.hidden_norm.")  # what only EAGLE-3's heads have
 UNUSED = ("model.embed_tokens.", "lm_head.", "model.lm_head.")  # the model's own, which a head's file may repeat
 
 
 class EagleDrafter(ModelDrafter):
     """A head in a checkpoint of its own."""
 
-    options = {"model": Word("an EAGLE-1 head that was trained for the model: its name or path"), **BRANCHES}
+    options = {"model": Word("an EAGLE head that was trained for the model: its name or path"), **BRANCHES}
 
     @classmethod
     def beside(cls, loading: Loading, options: Mapping[str, Any]) -> Companion:
@@ -55,14 +58,16 @@ class Head(Companion):
 
     def load(self, model: LoadedModel, checkpoint: Any, what: str) -> LoadedModel:
         """The model with the head, whose weights are in an open checkpoint."""
-        weights, report, size = load_head(checkpoint, self.names, self.head, self.place)
+        made = made_of(self.head, self.names, checkpoint) if isinstance(self.head, Eagle3) else None
+        weights, report, size = load_head(checkpoint, self.names, self.head, self.place, made)
         needed = {"embed": model.weights["embed"], "head": model.weights["head"], "draft": weights}
         return join(model, DraftSteps(self.head.draft, needed), self.head.keep, weights, self.layers, size,
-                    [f"drafts come from {what}: {line}" for line in report])
+                    [f"drafts come from {what}: {line}" for line in report], getattr(self.head, "taps", ()))
 
 
 class EagleHead(Head):
-    """Its files: `fc` and decoder layers in Llama's words, without the first one's attention norm and a norm behind."""
+    """Its files: `fc` and decoder layers in Llama's words, without the first one's attention norm and a norm behind; or
+    those of EAGLE-3."""
 
     def __init__(self, loading: Loading, name: str):
         super().__init__(loading)
@@ -71,13 +76,14 @@ class EagleHead(Head):
             self.nbytes = checkpoint.nbytes
             names = {(n if n.startswith(("model.", "lm_head.")) else f"model.{n}"): real
                      for n, real in tensor_names(checkpoint.names).items()}
-            if any(n.removeprefix("model.").startswith(LATER) for n in names):
-                raise CheckpointError("this is a head of EAGLE-3, which reads several layers of the model; heads of "
-                                      "EAGLE-1 and EAGLE-2, which are the same, are supported")
-            config = _eagle_config(checkpoint.config, target)
-            self.head = DraftHead(replace(config, first_state=target.layers), target, "model.fc.weight", False,
-                                  "model.fc.bias" in names)
-            check_head(names, self.head, self.place, UNUSED)
+            config, unused = _eagle_config(checkpoint.config, target), UNUSED
+            if any(n.startswith(THIRD) for n in names):
+                names = {canonical(name): real for name, real in names.items()}
+                self.head, unused = eagle3_head(checkpoint.config, config, target, "d2t" in names), UNUSED_THIRD
+            else:
+                self.head = DraftHead(replace(config, first_state=target.layers), target, "model.fc.weight", False,
+                                      "model.fc.bias" in names)
+            check_head(names, self.head, self.place, unused)
         self.names, self.layers = names, self.head.state_layers
 
     def joined(self, model: LoadedModel) -> LoadedModel:
