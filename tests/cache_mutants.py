@@ -22,6 +22,13 @@ POOL = [
            "np.arange(first, first + count, dtype", "np.full(count, first, dtype"),
     Mutant("a page released twice goes unnoticed", PagePool, "release", "not _all_are(found, numbers)", "False"),
     Mutant("a released page keeps its owner", PagePool, "release", "self.owner[at] = FREE", "pass"),
+    Mutant("few pages are a stranger's", PagePool, "_release_few", "owners[page] != owner", "False"),
+    Mutant("one of few pages is named twice", PagePool, "_release_few", "len(set(pages)) < len(pages)", "False"),
+    Mutant("few pages have one generation", PagePool, "_release_few", "number += 1", "number = self._released + 1"),
+    Mutant("few pages are pushed the other way round", PagePool, "_release_few", "for page in pages:\n        number",
+           "for page in pages[::-1]:\n        number"),
+    Mutant("few pages keep their owner", PagePool, "_release_few", "owners[page], generations[page], free[top] = FREE,",
+           "generations[page], free[top] ="),
     Mutant("the generation is not compared", PagePool, "check", "if stale.any()", "if False"),
     Mutant("a transfer keeps the owner", PagePool, "transfer", "= target", "= source"),
 ]

@@ -1,6 +1,7 @@
 """Eviction policies: their contract, their order on small cases, the tree's laws under each, and what is learned."""
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import OrderedDict
 
 import numpy as np
@@ -10,8 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, run_state_machine_as_test
 from isthmus.core.cache.eviction import EVICTION, EvictionRegistry, LeastRecentlyUsed, Unwatching
 from isthmus.core.cache.eviction.ghosts import Ghosts
-from isthmus.core.cache.eviction.learned import REBUILD, hint_kind
-from isthmus.core.cache.eviction.reuse import BINS, EDGES, ReuseModel
+from isthmus.core.cache.eviction.learned import REBUILD, Leaves, hint_kind
+from isthmus.core.cache.eviction.reuse import BINS, EDGES, RING, ReuseModel, group
 from isthmus.core.cache.eviction.shadow import LruShadow
 from isthmus.core.cache.manager import CacheManager
 from isthmus.core.cache.node import Node
@@ -20,7 +21,7 @@ from isthmus.core.registry import RegistrationError
 
 from .cache_machine import CacheMachine
 
-COST = 12  # seconds
+COST = 15  # seconds
 
 
 class Requests:
@@ -317,6 +318,74 @@ def test_no_more_pages_are_out_than_lru_has_missed_and_learning_may_cost(missing
     assert grown > 2, "nothing was ever out"
     if not missing:
         assert best - ours <= 0.04 * 100 + 0.001 * 6000 + 2, "pages were given up where nothing could be won by it"
+
+
+def searched(policy, nodes) -> tuple[int, int]:
+    """(last use, class) of the leaf that should go, by a search through all leaves."""
+    firsts: dict[int, int] = {}
+    for _, node in nodes:
+        if node.evictable:
+            kind = group(node.hits) * policy.model.kinds + policy._kind[node.mark % RING]
+            firsts[kind] = min(node.mark, firsts.get(kind, node.mark))
+    oldest = min((mark, kind) for kind, mark in firsts.items())
+    if policy.plain:
+        return oldest
+    worth = {kind: policy._index[kind][bisect_right(EDGES[1:BINS].tolist(), policy._used - mark)]
+             for kind, mark in firsts.items()}
+    least = min(firsts, key=lambda kind: (worth[kind], firsts[kind], kind))
+    policy.shadow.settle(policy._used)
+    bound = policy.shadow.bound
+    if bound <= firsts[least] > oldest[0] and policy.shadow.out >= policy.spare:
+        free = [kind for kind in firsts if firsts[kind] < bound]
+        if not free:
+            return oldest
+        least = min(free, key=lambda kind: (worth[kind], firsts[kind], kind))
+    return firsts[least], least
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_leaf_that_goes_is_the_one_that_a_search_finds(seed, monkeypatch):
+    monkeypatch.setattr("isthmus.core.cache.eviction.learned.REBUILD", 20)
+    requests, draw, texts, chosen = Requests("learned", 60), np.random.default_rng(seed), [[0]], set()
+    tree = requests.cache.tree
+    policy, pop = tree.policy, tree.policy.pop
+
+    def checked():
+        want = searched(policy, tree.nodes()) if tree.evictable else None
+        node = pop()
+        kind = node and group(node.hits) * policy.model.kinds + policy._kind[node.mark % RING]
+        assert (node and (node.mark, kind)) == want
+        chosen.add(kind)
+        return node
+
+    tree.pop = checked
+    for i in range(1200):
+        text = texts[-1 - min(int(draw.pareto(1.0) * 5), len(texts) - 1)]
+        text = text[:draw.integers(1, 12)] + [1000 + i] * int(draw.integers(0, 4))
+        texts.append(text)
+        requests.run(*text, hint=CacheHint(ends=True) if draw.random() < 0.3 else None)
+        if i % 100 == 99:
+            policy.plain = i % 200 == 99  # until it looks again
+            requests.cache.pool.release(tree.evict(int(draw.integers(1, 60))), -1)
+    assert len(chosen) > 5
+
+
+def test_leaves_come_in_the_order_of_their_last_use_whatever_order_they_came_in():
+    root, leaves = Node(b"", b"", None, 0), Leaves()
+    nodes = [Node(bytes([i] * 4), bytes(4), root, 0) for i in range(6)]
+    for node, mark in zip(nodes, (3, 5, 4, 9, 1, 7), strict=True):
+        node.mark = mark
+        leaves.add(mark, node)
+    nodes[1].locks, nodes[3].mark, nodes[0].parent = 1, 12, None  # in use, used again, gone
+    leaves.add(12, nodes[3])
+    found = [leaves.take() for _ in range(4) if leaves.first()]
+    assert [node.mark for node in found] == [1, 4, 7, 12] and leaves.first() == 0
+    assert not any(node.queued for node in nodes)
+    for node in found[::-1]:
+        leaves.add(node.mark, node)
+    found[1].locks = 1
+    assert leaves.compact() == 3 and not leaves.late and found[1].queued == 0
+    assert [leaves.take() for _ in range(3) if leaves.first()] == [found[0], *found[2:]]
 
 
 @given(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 9)), min_size=1, max_size=120), st.integers(1, 8))

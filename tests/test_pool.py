@@ -103,6 +103,34 @@ def test_one_wrong_page_among_few_or_many_is_found(count):
     assert pool.free == count
 
 
+@pytest.mark.parametrize("count", [0, 1, 3, 8])
+def test_few_pages_come_back_one_by_one_as_many_do_at_once(count, monkeypatch):
+    pool, plain = PagePool(20), PagePool(20)
+    pool._released = plain._released = 2**32 - 12    # and where the numbers of releases begin anew
+    for _ in range(4):
+        some = pool.alloc(8, 1)[::-1][:count]
+        assert some.tolist() == plain.alloc(8, 1)[::-1][:count].tolist()
+        pool.release(some, 1)
+        with monkeypatch.context() as patch:
+            patch.setattr("isthmus.core.cache.pool._FEW", -1)
+            plain.release(some, 1)
+        rest = np.flatnonzero(pool.owner == 1).astype(np.int32)
+        pool.transfer(rest, 1, TREE)
+        plain.transfer(rest, 1, TREE)
+        for left, right in ((pool.owner, plain.owner), (pool.generation, plain.generation), (pool._free, plain._free)):
+            assert left.tolist() == right.tolist()
+        assert (pool.free, pool._released) == (plain.free, plain._released)
+        pool.release(rest, TREE)
+        plain.release(rest, TREE)
+
+
+def test_few_pages_come_back_to_a_pool_that_has_shrunk():
+    pool = PagePool(20)
+    pool.shrink(6)
+    pool.release(pool.alloc(4, 1), 1)
+    assert pool.free == 5 and pool.alloc(5, 1).tolist() == [4, 3, 2, 1, 5] and pool.owner.tolist() == [0] + [1] * 5
+
+
 def test_transfer_keeps_the_generation():
     pool = PagePool(5)
     taken = pool.alloc(2, 1)

@@ -8,7 +8,8 @@ Order of reuse: the free list is a stack. What came back last goes out first, an
 request that ends the partial page first, then full ones that never were cached, tails before heads. Cached pages are
 not on the list: they are evicted once it is empty, tails before heads too.
 
-Memory: 12 bytes a page. Every call is a fixed number of numpy operations, whatever the number of pages.
+Memory: 12 bytes a page. Every call is a fixed number of numpy operations, whatever the number of pages; a few are given
+back one by one, which costs less than these do.
 """
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ import numpy as np
 log = logging.getLogger(__name__)
 
 FREE, TREE, TRANSFER, SESSION, QUARANTINE = 0, -1, -2, -3, -4
-_MANY = 512  # pages from which on it pays to look whether they follow each other
+_FEW = 8    # pages up to which one by one is faster
+_MANY = 64  # pages from which on it pays to look whether they follow each other
 _NAMES = {FREE: "free", TREE: "tree", TRANSFER: "transfer", SESSION: "session", QUARANTINE: "quarantine"}
 
 
@@ -68,6 +70,7 @@ class PagePool:
         self.total, self._top, self.quarantined = total, total - 1, 0
         self.owner = np.full(total, FREE, np.int32)
         self._free = np.arange(total - 1, 0, -1, dtype=np.int32)
+        self._each = [memoryview(column) for column in (self.owner, self.generation, self._free)]
 
     @property
     def free(self) -> int:
@@ -104,6 +107,8 @@ class PagePool:
 
     def release(self, pages: np.ndarray, owner: int) -> None:
         """Give pages back. A page that `owner` does not own, or that is named twice, is a violation and stays out."""
+        if len(pages) <= _FEW and self._release_few(pages.tolist(), owner):
+            return
         pages, at = self._owned(pages, owner, "released")
         self.generation[at] = numbers = self._numbers(len(pages))
         if not isinstance(at, slice):
@@ -114,6 +119,22 @@ class PagePool:
                 pages = at = at[~np.isin(at, twice)]
         self.owner[at] = FREE
         self._push(pages)
+
+    def _release_few(self, pages: list[int], owner: int) -> bool:
+        """One by one. False, and nothing done, where a page is not `owner`'s or named twice, or numbers begin anew."""
+        owners, generations, free = self._each
+        top, number = self._top, self._released
+        if len(set(pages)) < len(pages) or number + len(pages) >= 2**32:
+            return False
+        for page in pages:
+            if owners[page] != owner:
+                return False
+        for page in pages:
+            number += 1
+            owners[page], generations[page], free[top] = FREE, number, page
+            top += 1
+        self._top, self._released = top, number
+        return True
 
     def transfer(self, pages: np.ndarray, source: int, target: int) -> None:
         """Hand pages from one owner to another; their generation stays."""
@@ -172,7 +193,7 @@ class PagePool:
             first, last = int(pages[0]), int(pages[-1])
             step = 1 if last > first else -1
             if last - first == step * (count - 1) and min(first, last) > 0 and max(first, last) < self.total \
-                    and not np.count_nonzero(pages[1:] - pages[:-1] != step):
+                    and _all_are(pages, np.arange(first, last + step, step, np.int32)):
                 return slice(first, last + step, step)
         return np.asarray(pages, np.intp)  # indexing makes one of it each time otherwise
 

@@ -40,7 +40,9 @@ class Ghosts:
             key, home = node.edge[keep * page_bytes:(keep + 1) * page_bytes], {}
             node.ghosts = home
         else:
-            key, home, node.ghosts = node.key, self._home(node.parent), None
+            home, key, node.ghosts = node.parent.ghosts, node.key, None
+            if home is None or node.parent.parent is None:
+                home = self._home(node.parent)
         ghost = Ghost(key, home, size - keep, node)
         pages = self.pages
         pages[ghost.again] += ghost.pages

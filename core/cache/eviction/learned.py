@@ -2,7 +2,8 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from heapq import heapify, heappop, heappush
+from collections import deque
+from heapq import heapify, heappop, heappush, heapreplace
 from typing import TYPE_CHECKING
 
 from ..node import Node
@@ -37,6 +38,58 @@ def hint_kind(hint: CacheHint | None) -> int:
     return SOON + bisect_right(WITHIN, hint.next_within) if hint.next_within > 0 else NONE
 
 
+class Leaves:
+    """The leaves of a class by their last use, entries of (use, id, leaf). Nearly all come in this order and stand in a
+    line; the others in a heap. What is no leaf any more, or has been used since, stays until it is the first."""
+
+    __slots__ = ("line", "late")
+
+    def __init__(self) -> None:
+        self.line: deque[tuple[int, int, Node]] = deque()
+        self.late: list[tuple[int, int, Node]] = []
+
+    def add(self, mark: int, node: Node) -> bool:
+        """Put the leaf in; may it be the first now?"""
+        line, node.queued = self.line, mark + 1
+        if line and mark >= line[-1][0]:
+            line.append((mark, id(node), node))
+            return False
+        if line:
+            heappush(self.late, (mark, id(node), node))
+        else:
+            line.append((mark, id(node), node))
+        return True
+
+    def first(self) -> int:
+        """The last use of the leaf that `take` would give; 0 when there is none."""
+        line, late = self.line, self.late
+        while line or late:
+            mark, _, node = late[0] if late and (not line or late[0] < line[0]) else line[0]
+            if mark == node.mark and not node.children and not node.locks and node.parent is not None:
+                return mark
+            self.take()
+        return 0
+
+    def take(self) -> Node:
+        """Take out the first entry: its node."""
+        line, late = self.line, self.late
+        mark, _, node = heappop(late) if late and (not line or late[0] < line[0]) else line.popleft()
+        if node.queued == mark + 1:
+            node.queued = 0
+        return node
+
+    def compact(self) -> int:
+        """Drop what does not count any more; how many are left."""
+        entries = sorted([*self.line, *self.late])
+        self.line, self.late = deque(), []
+        for mark, _, node in entries:
+            if mark == node.mark and node.evictable:
+                self.add(mark, node)
+            elif node.queued == mark + 1:
+                node.queued = 0
+        return len(self.line)
+
+
 class Learned:
     """By class of pages (how often used again, turn of the conversation, hint of the last request) the least
     recently used leaf, and among these the one whose index at its age is least.
@@ -56,10 +109,13 @@ class Learned:
         self._asked = self._behind = 0.0    # pages: asked for of late, and how many more of them LRU would have had
         self._asked_ever = self._behind_ever = 0.0  # the same since the beginning
         self._most = CREDIT * capacity  # of the latter: what learning may cost
+        self._slack = 0.0               # so many more pages may go out, whatever happens until the next use
         self._missed = 0.0              # pages of late that LRU would have had, had it been larger
         self._index: list[list[float]] = self.model.index.tolist()
-        self._heaps: dict[int, list[tuple[int, int, Node]]] = {}
-        self._entries, self._limit = 0, 1024
+        self._leaves: dict[int, Leaves] = {}
+        self._ranked: list[tuple[float, int, int]] = []  # a heap of classes: worth and last use of the first leaf
+        self._ranked_at = 0                              # the use that it is for; 0 when it is out of date
+        self._added, self._limit = 0, 1024  # entries since they were compacted, and how many there may be
         self._kind = [0] * RING
         self._used = self._learned = 0
         self._events: list[int] = []
@@ -89,6 +145,7 @@ class Learned:
         self._behind += behind
         self._asked += asked
         self._behind_ever += behind
+        self._slack = 0.0
         self._asked_ever += asked
         self._kind[number % RING] = min(max(turn - 1, 0), TURNS - 1) * HINTS + hint_kind(hint)
         return Use(number, seam, hits)
@@ -108,6 +165,7 @@ class Learned:
     def drop(self, node: Node, keep: int) -> None:
         gone = node.size - keep
         self._cached -= gone
+        self._slack -= gone
         self.shadow.shrank(node.mark, gone, self._cached)
         self.ghosts.bury(node, keep)
         if keep:
@@ -116,15 +174,15 @@ class Learned:
     def add(self, node: Node) -> None:
         if node.queued == node.mark + 1:  # its place is that of its last use, and it has it
             return
-        node.queued = node.mark + 1
         kind = group(node.hits) * self.model.kinds + self._kind[node.mark % RING]
-        heap = self._heaps.get(kind)
-        if heap is None:
-            heap = self._heaps[kind] = []
-        heappush(heap, (node.mark, id(node), node))
-        self._entries += 1
-        if self._entries > self._limit:
-            self._compact()
+        leaves = self._leaves.get(kind)
+        if leaves is None:
+            leaves = self._leaves[kind] = Leaves()
+        if leaves.add(node.mark, node):
+            self._ranked_at = 0
+        self._added += 1
+        if self._added > self._limit:
+            self._added, self._limit = 0, 1024 + sum(leaves.compact() for leaves in self._leaves.values())
 
     @property
     def spare(self) -> float:
@@ -134,47 +192,54 @@ class Learned:
         return left + self._missed * min(1.0, max(0.0, left / self._most))
 
     def pop(self) -> Node | None:
-        heads = []  # the least recently used leaf of each class: (its last use, class)
-        for kind, heap in self._heaps.items():
-            while heap:
-                mark, _, node = heap[0]
-                if mark == node.mark and not node.children and not node.locks and node.parent is not None:
-                    heads.append((mark, kind))
-                    break
-                self._leave(heap)
-        if not heads:
-            return None
-        kind = heads[0][1] if len(heads) == 1 else min(heads)[1] if self.plain else self._choose(heads)
-        return self._leave(self._heaps[kind])
+        if self._ranked_at != self._used or not self._used:
+            self._rank()
+        ranked, leaves = self._ranked, self._leaves
+        while ranked:
+            _, mark, kind = ranked[0]
+            queue = leaves[kind]
+            if (first := queue.first()) == mark:
+                if len(ranked) > 1 and mark > min([other for _, other, _ in ranked]) and not self._may(mark):
+                    return self._instead()
+                node = queue.take()
+                self._advance(kind, queue.first())
+                return node
+            self._advance(kind, first)  # of late its first leaf was used again, or locked
+        return None
 
-    def _choose(self, heads: list[tuple[int, int]]) -> int:
-        """The class to evict from: whose leaf is worth least of all, or of those that LRU has not either."""
-        index, used, shadow = self._index, self._used, self.shadow
-        worth = [(index[kind][bisect_right(_EDGES, used - mark)], mark, kind) for mark, kind in heads]
-        shadow.settle(used)
-        least = min(worth)
-        if least[1] >= shadow.bound and shadow.out >= self.spare:
-            least = min((found for found in worth if found[1] < shadow.bound), default=(0.0, *min(heads)))
-        return least[2]
+    def _rank(self) -> None:
+        self._ranked = [(self._worth(kind, mark), mark, kind) for kind, leaves in self._leaves.items()
+                        if (mark := leaves.first())]
+        heapify(self._ranked)
+        self._ranked_at = self._used
 
-    def _leave(self, heap: list[tuple[int, int, Node]]) -> Node:
-        """Take the first entry out of a heap: its node."""
-        self._entries -= 1
-        mark, _, node = heappop(heap)
-        if node.queued == mark + 1:
-            node.queued = 0
-        return node
+    def _worth(self, kind: int, mark: int) -> float:
+        return self._index[kind][bisect_right(_EDGES, self._used - mark)]
 
-    def _compact(self) -> None:
-        for kind, heap in self._heaps.items():
-            kept = [e for e in heap if e[0] == e[2].mark and e[2].evictable]
-            for mark, _, node in heap:
-                if node.queued == mark + 1 and not node.evictable:
-                    node.queued = 0
-            heapify(kept)
-            self._heaps[kind] = kept
-        self._entries = sum(map(len, self._heaps.values()))
-        self._limit = 1024 + 2 * self._entries
+    def _advance(self, kind: int, mark: int) -> None:
+        """The first of the ranked classes, `kind`, has another first leaf now, used last at `mark`, or none: 0."""
+        if mark:
+            heapreplace(self._ranked, (self._worth(kind, mark), mark, kind))
+        else:
+            heappop(self._ranked)
+
+    def _may(self, mark: int) -> bool:
+        """May a leaf go that was used last then, though others are older?"""
+        if self._slack <= 0 and not self.plain:
+            self.shadow.settle(self._used)
+            if mark < self.shadow.bound:
+                return True
+            self._slack = self.spare - self.shadow.out
+        return self._slack > 0 and not self.plain
+
+    def _instead(self) -> Node:
+        """That which is worth least of what LRU has not either, or the oldest."""
+        self._rank()
+        ranked, bound = self._ranked, self.shadow.bound
+        free = [] if self.plain else [found for found in ranked if found[1] < bound]
+        kind = min(free)[2] if free else min((mark, kind) for _, mark, kind in ranked)[1]
+        self._ranked_at = 0
+        return self._leaves[kind].take()
 
     def _learn(self) -> None:
         kinds = [self._kind[n % RING] for n in range(self._learned + 1, self._used + 1)]
