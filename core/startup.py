@@ -20,7 +20,8 @@ from .models.loader import LoadedModel, load_model, read_config
 from .platform import Manifest
 from .platform_options import platform_options
 from .specs import LayerState, StateSpec
-from .speculation.companion import Loading, companion
+from .speculation.companion import Companion, Loading, companion
+from .speculation.options import LABEL as DRAFTER
 from .weights.checkpoint import open_checkpoint
 from .weights.sources import recommended_sampling, resolve_adapter, resolve_model
 
@@ -96,7 +97,7 @@ def _load_on(platform: Any, manifest: Manifest, reason: str, config: Config, tel
     with named(path), open_checkpoint(path) as checkpoint:
         # What cannot fit is refused before the weights are read; the real figures count afterwards.
         settings = read_config(checkpoint)[1]
-        drafts = companion(config.speculation.speculative, Loading(
+        drafts = _drafter(config, Loading(
             checkpoint, settings, platform, manifest, dtype, page_size, world, config.model.strict,
             lambda name: Path(resolve_model(name, None, tell)), lambda done, total: tell("load drafter", done, total)))
         check_weights(settings.name + (" with its drafter" if drafts.nbytes else ""),
@@ -125,13 +126,22 @@ def _load_on(platform: Any, manifest: Manifest, reason: str, config: Config, tel
                   stored)
 
 
+def _drafter(config: Config, loading: Loading) -> Companion:
+    """What `--speculative` names; what is wrong with its files is told of it, and not of the model."""
+    items = config.speculation.speculative
+    try:
+        return companion(items, loading)
+    except CheckpointError as error:
+        raise CheckpointError(f"{DRAFTER} {','.join(items)}: {error}") from error
+
+
 @contextmanager
 def named(path: Path) -> Iterator[None]:
     """A `CheckpointError` from inside names the file or folder."""
     try:
         yield
     except CheckpointError as error:
-        if str(path) in str(error):
+        if str(path) in str(error) or str(error).startswith(DRAFTER):
             raise
         raise CheckpointError(f"{path}: {error}") from error
 

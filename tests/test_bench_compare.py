@@ -4,14 +4,16 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import sys
 
 import pytest
 from isthmus.core.bench import serving
-from isthmus.core.bench.evidence import bootstrap_interval, judge, judge_all, sign_interval
+from isthmus.core.bench.evidence import bootstrap_interval, judge, judge_all, sign_interval, without_ratio
 from isthmus.core.bench.output import LINE, LINES, TAIL, Output
 from isthmus.core.bench.result import Result, Run, write_result
 from isthmus.core.bench.servers import Started, words_of
+from isthmus.core.cli import bench_compare
 from isthmus.core.cli.main import main
 from isthmus.core.errors import ConfigError
 
@@ -75,6 +77,13 @@ def test_few_runs_and_figures_without_a_ratio_win_nothing():
     assert judge("hit_rate", [0.0, 0.5], [0.5, 0.5], True) is None and judge("requests", [1.0], [2.0], True) is None
     assert [v.figure for v in judge_all([{"ttft_p50": 1.0, "seconds": 1.0}], [{"ttft_p50": 2.0, "e2e_p50": 1.0}],
                                         True)] == ["ttft_p50"]
+
+
+def test_figures_without_a_ratio_are_told_where_the_sides_differ():
+    a, b = ([{"failed": failed, "ttft_p50": 1.0, "hit_rate": 0.0}] * 2 for failed in (0.0, 5.0))
+    assert without_ratio(a, b) == {"failed": (0.0, 5.0)} and without_ratio(a, a) == {}
+    lines = bench_compare._lines([], without_ratio(a, b))
+    assert re.search(r"failed +0 +5 +- +- +no ratio: a run has 0", lines[1])
 
 
 # ---- the command

@@ -54,7 +54,19 @@ def test_it_climbs_to_the_best_in_both_directions(tmp_path):
 def test_in_noise_it_stays_where_it_is(tmp_path):
     taken = [bool(Machine(lambda s: 100.0, noise=0.03, seed=seed).search(tmp_path / str(seed)).best)
              for seed in range(20)]
-    assert sum(taken) <= 6, "a value must win on both of two sets of prompts"
+    assert sum(taken) <= 4, "a value must win on each of three sets of prompts"
+
+
+def test_what_wins_once_by_luck_is_not_taken(tmp_path):
+    def search(*scores):
+        found, at = Machine(hill), iter(scores)
+        found.measure = lambda changes, part, number, limit: Trial(
+            changes, part, number, 100.0 if not changes or part == "screen" else next(at, 50.0), 1.0)
+        search = Search(Log(tmp_path / str(scores), {"goal": "x"}), found.measure, lambda: 9.0)
+        search.run(lambda platform: [Knob("running", (8, 16))], {"running": 8})
+        return search.best
+    assert search(110.0, 99.0) == search(110.0, 104.0, 100.0) == search(110.0, 101.0, 102.0) == search(102.0) == {}
+    assert search(110.0, 101.0, 104.0) == {"running": 16}
 
 
 def test_what_is_far_behind_is_given_up_after_a_part(tmp_path):
@@ -157,6 +169,8 @@ def test_knobs_that_people_name():
     assert tune.shown_changes({"speculative": []}) == "speculative off"
     for text, part in (("chunk", "at least two values"), ("overlap=true", "at least two values"),
                        ("chunked_prefil_size=1,2", "did you mean chunked_prefill_size"), ("api_key=a,b", "no setting"),
+                       ("port=1,2", "keys, addresses and certificates stay"),
+                       ("nope=1,2", "has this name; `isthmus serve --help` lists"),
                        ("chunked_prefill_size=1,x", "'x' is not a whole number")):
         with pytest.raises(ConfigError, match=part):
             tune.read_knob(text)

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 from isthmus.conformance.tiny import tiny_model as tiny
-from isthmus.core.config import SpeculationSettings
+from isthmus.core.cli.session import check_names
+from isthmus.core.config import Config, ModelSettings, SpeculationSettings
 from isthmus.core.engine import EngineCore
 from isthmus.core.errors import CheckpointError, ConfigError
 from isthmus.core.messages import pack_ids
@@ -88,11 +89,20 @@ def test_a_draft_model_has_the_targets_tokenizer(tmp_path):
 
 @pytest.mark.parametrize("items, error, words", [
     (("draft",), ConfigError, "the drafter draft needs model=..., a smaller model with the same vocabulary"),
-    (("draft", "model=/nowhere/x"), CheckpointError, "'/nowhere/x': no such file or folder"),
+    (("draft", "model=/nowhere/x"), CheckpointError,
+     "^--speculative draft,model=/nowhere/x: '/nowhere/x': no such file or folder"),
     (("draft", "modle=x"), ConfigError, "did you mean model")])
 def test_what_cannot_draft_is_said_before_weights_are_read(items, error, words):
     with pytest.raises(error, match=words):
         engine(*items)
+
+
+def test_a_drafter_that_is_not_there_is_told_before_anything_is_loaded():
+    for name, words in (("/nowhere/x", "no such file or folder"), ("no model", "no known model")):
+        config = Config(ModelSettings(str(tiny_model("llama3"))), speculation=SpeculationSettings(
+            ("draft", f"model={name}")))
+        with pytest.raises(ConfigError, match=f"^--speculative draft,model={name}: '{name}'.*{words}"):
+            check_names(config)
 
 
 def test_ranks_are_refused_with_the_reason():

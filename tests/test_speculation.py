@@ -305,7 +305,9 @@ def test_a_drafter_of_another_package(monkeypatch):
     (("tokens=4",), "no drafter is named"), (("ngram", "tokens"), "'tokens' is not name=value"),
     (("ngram", "tokens=0"), "tokens=0 is no whole number from 1 to 32"), (("ngram", "tokens=x"), "no whole number"),
     (("ngram", "drafter=ngram"), "given twice"), (("ngram", "leest=2"), "did you mean least"),
-    (("ngran",), "did you mean ngram"), (("ngram", "least=99"), "least=99 is no whole number from 1 to 16")])
+    (("ngran",), "did you mean ngram"), (("ngram", "least=99"), "least=99 is no whole number from 1 to 16"),
+    (("ngram", "least=9", "longest=3"), "least=9 is more than longest=3"),
+    (("suffix", "longest=1"), "least=2 is more than longest=1")])
 def test_settings_that_cannot_be(items, words):
     with pytest.raises(ConfigError, match=words):
         options_of(asked(items))

@@ -80,6 +80,16 @@ def judge(figure: str, a: Sequence[float], b: Sequence[float], paired: bool, mar
     return Verdict(figure, *medians, ratio, low, high, len(a), winner, inside if winner == NONE else "")
 
 
+def without_ratio(a: Sequence[Mapping[str, float]], b: Sequence[Mapping[str, float]]) -> dict[str, tuple[float, float]]:
+    """Medians of both sides in the figures of which there is no ratio, as a run has 0, though the sides differ."""
+    found = {}
+    for name in (name for name in FIGURES if FIGURES[name].better and all(name in run for run in (*a, *b))):
+        sides = [sorted(run[name] for run in side) for side in (a, b)]
+        if min(sides[0][0], sides[1][0]) <= 0 and sides[0] != sides[1] and not name.endswith("_mean"):
+            found[name] = statistics.median(sides[0]), statistics.median(sides[1])
+    return found
+
+
 def judge_all(a: Sequence[Mapping[str, float]], b: Sequence[Mapping[str, float]], paired: bool,
               margin: float = 0.0) -> list[Verdict]:
     """Every figure that all of both sides' runs have; means say no more than percentiles, and seconds than rates."""

@@ -6,7 +6,9 @@ on from its log without measuring anything twice.
 from __future__ import annotations
 
 import json
+import math
 import os
+import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -19,6 +21,7 @@ SCREEN = 4          # of the requests, one in so many is sent first
 HOPELESS = 0.8      # a screening that reaches less of the best's is not followed up
 SLOWER = 2.0        # a run that takes so many times the best's seconds is stopped
 SPARE_S = 5.0
+PAIRS = 3           # of runs on the same prompts, in which a setting must win
 OPTION = "platform_option:"
 Settings = Mapping[str, Any]
 
@@ -167,21 +170,26 @@ class Search:
         return True
 
     def _better(self, changes: dict[str, Any]) -> bool:
-        """A part of the requests, then all, then both again on other prompts: only who wins each time is taken."""
+        """A part of the requests, then all, `PAIRS` times on other prompts, each beside the best so far on the same
+        ones: who wins each time, and most times by `gain`, is taken."""
         screen, beside = self._trial(changes, "screen", 0), self._trial(self.best, "screen", 0)
         if screen.score < HOPELESS * beside.score or screen.reason:
             self.tell(screen, f"given up early: {screen.reason or 'far behind on a part of the requests'}")
             return False
-        first, before = self._trial(changes, "whole", 0), self._trial(self.best, "whole", 0)
-        if first.reason or first.score <= before.score * (1 + self.gain):
-            self.tell(first, first.reason or "not better")
+        ratios, scores = [], []
+        for number in range(PAIRS):
+            trial, before = self._trial(changes, "whole", number), self._trial(self.best, "whole", number)
+            least = 1 if number else 1 + self.gain  # most settings are no better: one run each is enough for them
+            if trial.reason or trial.score <= before.score * least:
+                self.tell(trial, trial.reason or f"not better{' on other prompts' if number else ''}")
+                return False
+            ratios.append(trial.score / before.score if before.score else math.inf)
+            scores.append(trial.score)
+        if statistics.median(ratios) <= 1 + self.gain:
+            self.tell(trial, "not better by enough on other prompts")
             return False
-        again, then = self._trial(changes, "whole", 1), self._trial(self.best, "whole", 1)
-        if again.reason or again.score <= then.score * (1 + self.gain):
-            self.tell(again, again.reason or "not better on other prompts")
-            return False
-        self.score = (first.score + again.score) / 2
-        self.tell(again, "taken")
+        self.score = statistics.fmean(scores)
+        self.tell(trial, "taken")
         return True
 
     def _trial(self, changes: Settings, part: str, number: int) -> Trial:

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -61,7 +61,7 @@ def _is_file(text: str) -> bool:
 
 def _files(arguments: argparse.Namespace) -> tuple[Result, list[str]]:
     """Two results, by the labels of their runs."""
-    from ..bench.evidence import judge_all
+    from ..bench.evidence import judge_all, without_ratio
     from ..bench.result import Result, Run, read_result
     sides = [read_result(Path(text)) for text in (arguments.a, arguments.b)]
     if sides[0].kind != sides[1].kind:
@@ -75,7 +75,7 @@ def _files(arguments: argparse.Namespace) -> tuple[Result, list[str]]:
     for label in labels:
         a, b = ([run.figures for run in side.runs if run.label == label] for side in sides)
         verdicts[label] = judge_all(a, b, False, arguments.margin)
-        told += [f"{label}:", *_lines(verdicts[label])]
+        told += [f"{label}:", *_lines(verdicts[label], without_ratio(a, b))]
     notes = [NOT_IN_TURN]
     differ = [key for key in {**sides[0].configuration, **sides[1].configuration}
               if sides[0].configuration.get(key) != sides[1].configuration.get(key)]
@@ -92,7 +92,7 @@ def _files(arguments: argparse.Namespace) -> tuple[Result, list[str]]:
 
 def _servers(arguments: argparse.Namespace, resolved: Resolved) -> tuple[Result, list[str]]:
     """Pairs of runs on two servers, the first of a pair being A and B in turn."""
-    from ..bench.evidence import judge_all
+    from ..bench.evidence import judge_all, without_ratio
     from ..bench.recorder import read_slo
     from ..bench.result import Result, hidden
     check_workload(arguments)
@@ -110,7 +110,7 @@ def _servers(arguments: argparse.Namespace, resolved: Resolved) -> tuple[Result,
              "load": load.facts, "slo_seconds": slo, "verdicts": [vars(v) for v in verdicts]}
     told = [f"A: {about['a']}", f"B: {about['b']}",
             f"{workload.name}, {workload.requests} requests, {load}, {arguments.rounds} pairs, in turn",
-            *_lines(verdicts), *(f"note: {note}" for note in notes)]
+            *_lines(verdicts, without_ratio(sides["A"], sides["B"])), *(f"note: {note}" for note in notes)]
     for side in "AB":
         if failed := sum(figures["failed"] for figures in sides[side]):
             told.append(f"{side}: {failed:.0f} requests failed; its times are of the others")
@@ -160,14 +160,16 @@ def open_server(text: str, arguments: argparse.Namespace, key: str | None,
         yield server
 
 
-def _lines(verdicts: Sequence[Verdict]) -> list[str]:
-    """A row for each figure, with what may be said of it."""
+def _lines(verdicts: Sequence[Verdict], apart: Mapping[str, tuple[float, float]]) -> list[str]:
+    """A row for each figure, with what may be said of it. apart: medians where there is no ratio."""
     from ..bench.picture import text_of
     from ..bench.result import FIGURES, shown_figure
     from ..chart import Table
-    if not verdicts:
+    if not verdicts and not apart:
         return ["  no figure is above 0 in all runs of both"]
     rows = [[FIGURES[v.figure].label, shown_figure(v.figure, v.a), shown_figure(v.figure, v.b), f"{v.ratio:.3f}",
              f"{v.low:.3f} to {v.high:.3f}" if v.high > v.low else "-",
              v.winner if v.winner != "none" else f"no winner: {v.reason}"] for v in verdicts]
+    rows += [[FIGURES[name].label, *(shown_figure(name, median) for median in medians), "-", "-",
+              "no ratio: a run has 0"] for name, medians in apart.items()]
     return text_of(Table(["", "A", "B", "A is better by", "95 % interval", "verdict"], rows))

@@ -151,12 +151,12 @@ def _verdict(figures: dict[str, float], reference: Any, allow: float, is_referen
     """Speed and accuracy beside the reference's, in words."""
     if is_reference:
         return "the reference"
-    ratio = figures["output_tokens_per_s"] / reference["output_tokens_per_s"] if reference.get(
-        "output_tokens_per_s") else float("nan")
+    most, mine = reference.get("output_tokens_per_s"), figures.get("output_tokens_per_s", 0.0)
+    speed = f"{mine / most:.2f} times the reference's output" if most else "the reference has no output"
     delta = figures["perplexity_delta"]
     costs = f"costs answers: its perplexity is {delta:+.1%}" if delta > allow else f"perplexity {delta:+.2%}"
     if "agreement" in figures:
         costs += f", the best token is the same in {figures['agreement']:.1%} of places"
     else:
         costs += " by character; its tokens are not the reference's"
-    return f"{ratio:.2f} times the reference's output; {costs}"
+    return f"{speed}; {costs}"

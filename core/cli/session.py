@@ -77,11 +77,19 @@ def find(name: str | None, revision: str | None, progress: Progress) -> Path:
 
 
 def check_names(config: Config) -> None:
-    """Raise for a model, a template or an adapter that is not there, as far as that is known without a download."""
+    """Raise for a model, a template, a drafter or an adapter that is not there, as far as that is known without a
+    download."""
     from ..adapters.store import named
+    from ..speculation.options import asked
     from ..weights.sources import find_adapter, find_model
     read_template(config.model.chat_template)
     find_model(config.model.model)
+    setting = asked(config.speculation.speculative)
+    if setting is not None and "model" in setting.options:
+        try:
+            find_model(setting.options["model"])
+        except CheckpointError as error:
+            raise ConfigError(f"--speculative {','.join(config.speculation.speculative)}: {error}") from None
     for name, path in named(config.adapters.lora).items():
         try:
             find_adapter(path)

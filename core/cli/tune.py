@@ -105,8 +105,11 @@ def read_knob(text: str) -> Knob:
         raise ConfigError(f"--knob {text}: a setting and at least two values, such as chunked_prefill_size=128,512")
     if name.startswith(OPTION):
         return Knob(name, tuple(values))
-    if name not in known or name in PRIVATE:
-        raise ConfigError(f"--knob {name}: no setting that can be tuned{suggest(name, known)}")
+    if name in PRIVATE:
+        raise ConfigError(f"--knob {name}: no setting that is tuned: keys, addresses and certificates stay as they are")
+    if name not in known:
+        raise ConfigError(f"--knob {name}: no setting that can be tuned has this name{suggest(name, known)}; "
+                          "`isthmus serve --help` lists the settings")
     empty = known[name].type is tuple
     return Knob(name, tuple(() if empty and value == OFF else check(known[name], value, f"--knob {name}")
                             for value in values))

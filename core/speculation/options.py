@@ -54,7 +54,11 @@ def options_of(setting: Asked) -> tuple[type[Drafter], dict[str, int | str]]:
             known = ["tokens", "adaptive", *kind.options]
             raise ConfigError(f"{LABEL}: the drafter {setting.drafter} has no option {cut(name, SHOWN)!r}"
                               f"{suggest(name, known)}; there are: {', '.join(known)}")
-    return kind, {name: _value(setting, name, option) for name, option in kind.options.items()}
+    found = {name: _value(setting, name, option) for name, option in kind.options.items()}
+    if "longest" in setting.options and found.get("least", 0) > found["longest"]:
+        raise ConfigError(f"{LABEL}: least={found['least']} is more than longest={found['longest']}, so that nothing "
+                          "would be found: make least smaller or longest larger")
+    return kind, found
 
 
 def described(items: Iterable[str]) -> tuple[str, str]:
