@@ -81,3 +81,44 @@ def test_it_is_served_with_the_key_and_the_page_about_it_without():
     assert http.get("/openapi.json").status_code == 401 and http.get("/docs").status_code == 200
     found = http.get("/openapi.json", headers={"authorization": "Bearer sekret"})
     assert found.status_code == 200 and found.json()["openapi"] == "3.1.0"
+
+
+PLACES = {"ChatRequest": ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}, {"logprobs": True}),
+          "CompletionRequest": ("/v1/completions", {"prompt": "a"}, {}),
+          "SamplingFields": ("/generate", {"text": "a"}, {}),
+          "ResponsesRequest": ("/v1/responses", {"input": "a"}, {"include": ["message.output_text.logprobs"]}),
+          "MessagesRequest": ("/v1/messages", {"max_tokens": 4, "messages": [{"role": "user", "content": "a"}]}, {})}
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_bounds_that_are_shown_are_those_that_hold(name):
+    made = make_app(server={"max_n": 3})
+    path, body, beside = PLACES[name]
+    with TestClient(made.app) as http:
+        fields = http.get("/openapi.json").json()["components"]["schemas"][name]["properties"]
+        told = 0
+        for field, about in fields.items():
+            for kind in about.get("anyOf", [about]):
+                beyond = [kind["minimum"] - 1] if "minimum" in kind else []
+                beyond += [kind["maximum"] + 1] if "maximum" in kind else []
+                beyond += [kind["exclusiveMaximum"]] if "exclusiveMaximum" in kind else []
+                beyond += [["a"] * (kind["maxItems"] + 1)] if "maxItems" in kind else []
+                for value in beyond:
+                    wrong = {field: value}
+                    sent = body | beside | ({"sampling_params": wrong} if path == "/generate" else wrong)
+                    assert http.post(path, json=sent).status_code == 400, (field, value)
+                    told += 1
+        assert told > 20 and not made.client.submits
+    if name in ("ChatRequest", "CompletionRequest", "SamplingFields"):
+        assert {kind.get("maximum") for kind in fields["n"]["anyOf"]} == {3, None}
+
+
+def test_what_the_platform_bounds_is_shown():
+    made = make_app()
+    made.client.info["max_top_logprobs"] = 5
+    with TestClient(made.app) as http:
+        schemas = http.get("/openapi.json").json()["components"]["schemas"]
+    shown = [kind["maximum"] for model, field in (
+        ("ChatRequest", "top_logprobs"), ("CompletionRequest", "logprobs"), ("GenerateRequest", "top_logprobs_num"))
+        for kind in schemas[model]["properties"][field]["anyOf"] if kind["type"] == "integer"]
+    assert shown == [5, 5, 5]

@@ -7,6 +7,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Sequence
+from copy import deepcopy
 from functools import cache
 from typing import Any
 
@@ -48,6 +49,12 @@ BODIES: dict[str, type[Body]] = {
     **dict.fromkeys(("/unload_lora_adapter", "/v1/unload_lora_adapter"), UnloadAdapter),
     "/v1/sessions/{id}/pin": PinRequest}
 STREAMED = frozenset(("/v1/chat/completions", "/v1/completions", "/generate", "/v1/responses", "/v1/messages"))
+# Fields whose bounds are the server's, and the bodies in which they are.
+LENGTHS = ("max_tokens", "max_completion_tokens", "max_new_tokens", "max_output_tokens", "min_tokens", "min_new_tokens")
+SCORES = ("logprobs", "top_logprobs", "top_logprobs_num")
+NOT_EMPTY = ("ChatRequest", "SamplingFields", "ResponsesRequest")
+ONE_ANSWER = ("ResponsesRequest", "MessagesRequest", "CountRequest")
+BOUNDED = (*NOT_EMPTY, "CompletionRequest", "GenerateRequest", "ChatBody", "GenerateBody")
 HIDDEN = ("/page/",)  # files of the chat page
 SCHEMAS = "#/components/schemas/{model}"
 ERROR = {"type": "object", "required": ["error"], "properties": {"error": {
@@ -56,9 +63,12 @@ ERROR = {"type": "object", "required": ["error"], "properties": {"error": {
         "code": {"type": ["string", "null"]}}}}}
 
 
-def describe(routes: Sequence[tuple[str, str, Any]], keys: bool) -> dict[str, Any]:
-    """The document for these (methods, path, handler). keys: whether the server asks for one."""
+def describe(routes: Sequence[tuple[str, str, Any]], keys: bool, server: Server | None = None) -> dict[str, Any]:
+    """The document for these (methods, path, handler). keys: whether the server asks for one. server: whose bounds hold
+    beside those that bodies have everywhere."""
     refs, schemas = _schemas()
+    if server is not None:
+        schemas = _bounded(schemas, server)
     paths: dict[str, dict[str, Any]] = {}
     for methods, route, handler in routes:
         path = re.sub(r":\w+\}", "}", route)
@@ -88,6 +98,26 @@ def _schemas() -> tuple[dict[type[Body], dict[str, Any]], dict[str, Any]]:
     return {model: refs[model, "validation"] for model in models}, schemas
 
 
+def _bounded(schemas: dict[str, Any], server: Server) -> dict[str, Any]:
+    """With the bounds that this server and its model set. Where a limit of the answer is only a limit, none is told."""
+    context, scores = server.info.get("max_model_len"), server.info.get("max_top_logprobs")
+    most = {**dict.fromkeys(LENGTHS, context), **dict.fromkeys(SCORES, scores), **dict.fromkeys(
+        ("n", "best_of"), server.config.server.max_n)}
+    made = deepcopy(schemas)
+    for model in (*BOUNDED, *ONE_ANSWER[1:]):
+        for field, about in made[model]["properties"].items():
+            for kind in about.get("anyOf", [about]):
+                if kind.get("type") != "integer" or field not in most or model not in BOUNDED and field != "n":
+                    continue
+                if field.startswith("max_") and model in NOT_EMPTY:
+                    kind["minimum"] = 1
+                if most[field] is not None:
+                    highest = 1 if field == "n" and model in ONE_ANSWER else most[field]
+                    kind["maximum"] = min(kind.get("maximum", highest), highest)
+                    kind.pop("exclusiveMaximum", None)
+    return made
+
+
 def _bodies(model: type[Body]) -> list[type[Body]]:
     """All that are derived from it."""
     return [each for child in model.__subclasses__() for each in (child, *_bodies(child))]
@@ -115,4 +145,4 @@ def _operation(method: str, path: str, handler: Any, refs: dict[type[Body], dict
 
 async def document(server: Server, request: Request) -> Response:
     """This description of the API."""
-    return json_response(describe(request.app.state.routes, bool(server.access.keys)))
+    return json_response(describe(request.app.state.routes, bool(server.access.keys), server))

@@ -6,6 +6,7 @@ Sources: OpenAI's OpenAPI description; `max_new_tokens` and its like from SGLang
 """
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
 from pydantic import (
@@ -42,13 +43,24 @@ from .limits import (
 INT64 = 2**63
 
 
-def _at_most(limit: int) -> BeforeValidator:
+@dataclass(frozen=True)
+class _Shown:
+    """What the API's description says of the entries of a list or object."""
+
+    limit: int
+
+    def __get_pydantic_json_schema__(self, core: Any, handler: Any) -> dict[str, Any]:
+        schema = handler(core)
+        return schema | {"maxProperties" if schema.get("type") == "object" else "maxItems": self.limit}
+
+
+def _at_most(limit: int) -> tuple[BeforeValidator, _Shown]:
     """Counts the entries of a list or object before any of them is looked at."""
     def check(value: Any) -> Any:
         if isinstance(value, (list, dict)) and len(value) > limit:
             raise ValueError(f"has {len(value)} entries, at most {limit} are allowed")
         return value
-    return BeforeValidator(check)
+    return BeforeValidator(check), _Shown(limit)
 
 
 def _as_list(value: Any) -> Any:
@@ -169,14 +181,14 @@ class SamplingFields(Body):
     repetition_penalty: float | None = Field(None, ge=0.01, le=10)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], _at_most(MAX_BIAS)] | None = None
-    stop: Annotated[list[StopString], _at_most(MAX_STOPS), BeforeValidator(_as_list)] | None = None
-    stop_token_ids: Annotated[list[int], _at_most(MAX_STOP_IDS)] | None = None
+    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], *_at_most(MAX_BIAS)] | None = None
+    stop: Annotated[list[StopString], *_at_most(MAX_STOPS), BeforeValidator(_as_list)] | None = None
+    stop_token_ids: Annotated[list[int], *_at_most(MAX_STOP_IDS)] | None = None
     include_stop_str_in_output: bool | None = Field(None, validation_alias=AliasChoices(
         "include_stop_str_in_output", "no_stop_trim"))
-    bad_words: Annotated[list[BadWord], _at_most(MAX_BAD_WORDS)] | None = None
-    allowed_token_ids: Annotated[list[int], _at_most(MAX_ALLOWED)] | None = None
-    logits_processors: Annotated[list[Any], _at_most(MAX_PROCESSORS)] | None = None
+    bad_words: Annotated[list[BadWord], *_at_most(MAX_BAD_WORDS)] | None = None
+    allowed_token_ids: Annotated[list[int], *_at_most(MAX_ALLOWED)] | None = None
+    logits_processors: Annotated[list[Any], *_at_most(MAX_PROCESSORS)] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     n: Count | None = Field(None, ge=1)
