@@ -68,3 +68,16 @@ def test_what_the_engine_refuses_is_told_in_the_same_words(path, body, param, st
     answer = post(path, body | {"stream": stream}, refuse=RequestError("max_tokens is odd", param="max_tokens"))
     error = answer.json()["error"]
     assert answer.status_code == 400 and (error["param"], error["message"]) == (param, f"{param} is odd")
+
+
+@pytest.mark.parametrize("path,body,param", [
+    (CHAT[0], CHAT[1] | {"logprobs": True, "top_logprobs": 9}, "top_logprobs"),
+    (CHAT[0], CHAT[1] | {"logprobs": True}, "logprobs"), (TEXT[0], TEXT[1] | {"logprobs": 9}, "logprobs"),
+    (NATIVE, {"text": "a", "return_logprob": True, "top_logprobs_num": 9}, "top_logprobs_num"),
+    (NATIVE, {"text": "a", "return_logprob": True}, "return_logprob"),
+    (RESPONSES[0], RESPONSES[1] | {"include": ["message.output_text.logprobs"]}, "include")])
+@pytest.mark.parametrize("inside", ["logprobs", "prompt_logprobs"])
+def test_scores_are_called_as_they_were_asked_for(path, body, param, inside):
+    answer = post(path, body, refuse=RequestError(f"{inside} 9 is outside 0 to 5", param=inside))
+    assert answer.json()["error"]["param"] == param
+    assert answer.json()["error"]["message"] == f"{param} 9 is outside 0 to 5"

@@ -64,6 +64,8 @@ def check_request(submit: Submit, limits: Limits) -> int:
         if feature in limits.lacks and getattr(params, name) != getattr(_PLAIN, name):
             if name == "controls":
                 name = params.controls.fields
+            elif name == "grammar":
+                name = params.grammar.field
             raise RequestError(f"{name} is not available on {limits.platform}: {limits.lacks[feature]}", param=name,
                                code="unsupported_parameter")
     for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):

@@ -12,9 +12,16 @@ from .protocol import Body
 Names = Sequence[tuple[str, str | Callable[[re.Match[str]], str]]]
 
 
+# What the engine calls log-probabilities -> the first of these fields that was sent.
+SCORES = {r"(prompt_)?logprobs(?!\w)": ("top_logprobs", "top_logprobs_num", "return_logprob", "logprobs", "include")}
+
+
 def as_sent(asked: Body, *own: str) -> Names:
     """Names of the fields that were sent under another one. own: fields that keep theirs, whatever is said later."""
-    return [(rf"{name}(?!\w)", word) for name, word in {**asked.sent, **{name: name for name in own}}.items()]
+    found = [(rf"{name}(?!\w)", word) for name, word in {**asked.sent, **{name: name for name in own}}.items()]
+    for pattern, fields in SCORES.items():
+        found += [(pattern, field) for field in fields if getattr(asked, field, None)][:1]
+    return found
 
 
 def new_name(path: str, names: Names) -> str:
