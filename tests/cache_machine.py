@@ -40,6 +40,32 @@ class Live:
     use: Any = None
 
 
+class Below:
+    """What a tier of memory below the pages would know by the tree's hooks: the prefix of every cached page, in time to
+    copy it. Passes on to `events`."""
+
+    def __init__(self, events: CacheEvents, page: int):
+        self.events, self.page, self.held = events, page, {}
+
+    def stored(self, tokens: bytes, pages: bytes, before: bytes, domain: bytes) -> None:
+        self.events.stored(tokens, pages, before, domain)
+        ids, numbers = np.frombuffer(tokens, np.int32).tolist(), np.frombuffer(pages, np.int32).tolist()
+        path = self.held[int(np.frombuffer(before, np.int32)[-1])][1] if before else ()
+        assert not self.held.keys() & set(numbers), "a page comes in that has not gone out"
+        for i, number in enumerate(numbers):
+            path += tuple(ids[i * self.page:(i + 1) * self.page])
+            self.held[number] = domain, path
+
+    def removed(self, pages: bytes) -> None:
+        self.events.removed(pages)
+        for number in np.frombuffer(pages, np.int32).tolist():
+            del self.held[number]
+
+    def cleared(self) -> None:
+        self.events.cleared()
+        self.held = {}
+
+
 def refused(call: Callable[[], None], words: str) -> None:
     """The call must raise `OwnershipError` with these words."""
     try:
@@ -59,7 +85,8 @@ class CacheMachine(RuleBasedStateMachine):
         self.exact, self.live, self.owner = policy == "lru", {}, 0
         self.history: list[tuple[list[int], bytes]] = [([0], b"")]
         self.old: list[tuple[int, int, int]] = []
-        self.cache.tree.listener = self.events = CacheEvents(pages, page)
+        self.events = CacheEvents(pages, page)
+        self.cache.tree.listener = self.below = Below(self.events, page)
         self.blocks: set[int] = set()
         evict = self.cache.tree.evict
         self.cache.tree.evict = lambda count: self._evicted(evict(count), count)
@@ -294,8 +321,9 @@ class CacheMachine(RuleBasedStateMachine):
 
     def _routers(self) -> None:
         """Whoever follows the events knows as many blocks as are cached."""
-        if self.cache.tree.listener is not self.events:
+        if self.cache.tree.listener is not self.below:
             return  # a machine that extends this one listens itself
+        assert self.below.held == {held.page: prefix for prefix, held in self.model.cached.items()}
         for event in self.events.drain(self.cache.tree):
             if isinstance(event, Cleared):
                 self.blocks = set()

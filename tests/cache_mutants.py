@@ -70,6 +70,8 @@ TREE = [
     Mutant("the lock does not follow what others cached", RadixTree, "extend", "self.lock(below)", "pass"),
     Mutant("the lock of the old node stays", RadixTree, "extend", "self.unlock(node)", "pass"),
     Mutant("routers do not hear of evictions", RadixTree, "evict", "self.listener.removed(dropped)", "pass"),
+    Mutant("a listener hears of other pages", RadixTree, "_attach", "stored(edge, child.pages",
+           "stored(edge, child.pages[::-1]"),
     Mutant("routers hear of another parent", RadixTree, "_attach", "child.pages, node.pages, domain",
            "child.pages, child.pages, domain"),
 ]

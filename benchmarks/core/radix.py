@@ -5,7 +5,8 @@
 FOLDER holds their unpacked wheel (see peers.py); without it Isthmus runs alone. Isthmus has every duty on: domains, a
 listener for KV events, ownership and generations in the pool. SGLang has its namespaces on, its events off, and an
 allocator that does nothing. `insert` is one call of the tree; `commit` is what an engine does when a prompt has been
-computed, ownership, lock and row included: CacheManager.commit here, `checkpoint` there. `evict` gives pages back.
+computed, ownership, lock and row included: CacheManager.commit here, `checkpoint` there. `evict` gives pages back, in
+one call, of a cache that was filled as an engine fills it: by requests, one after the other.
 """
 from __future__ import annotations
 
@@ -26,6 +27,7 @@ from isthmus.core.cache.manager import CacheManager
 from isthmus.core.cache.pool import TREE
 
 NEW = {128: 16, 1024: 16, 8192: 8, 32768: 4}  # lengths of prompts; how many that are new to the cache in one round
+EVICT = {64: 32, 128: 16, 1024: 4, 8192: 1}  # tokens of one call; how many calls in one round
 SHARED, LEAF = 512, 64   # tokens of the common prefix, of each leaf
 TURN, TURNS = 256, 40    # tokens of a turn of the conversation that makes the deep path; how many
 VOCABULARY, DOMAIN, OWNER = 150_000, "tenant-7", 1
@@ -108,12 +110,16 @@ class Bench:
         self._draw, self._next, self.rows = np.random.default_rng(0), 1, []
         self.common = self._tokens(SHARED)
         self.build = {cache.name: 0.0 for cache in caches}
-        for start in range(0, nodes, 1000):
-            leaves = [np.concatenate([self.common, self._tokens(LEAF)]) for _ in range(min(1000, nodes - start))]
-            for cache in caches:
+        self._fill(nodes)
+
+    def _fill(self, leaves: int) -> None:
+        """So many leaves behind the common prefix."""
+        for start in range(0, leaves, 1000):
+            prompts = [np.concatenate([self.common, self._tokens(LEAF)]) for _ in range(min(1000, leaves - start))]
+            for cache in self.caches:
                 began = time.thread_time()
-                for leaf in leaves:
-                    cache.insert(cache.prompt(leaf), self._slots(cache, len(leaf)), DOMAIN)
+                for prompt in prompts:
+                    self._serve(cache, prompt)
                 self.build[cache.name] += time.thread_time() - began
             self._settle()
 
@@ -123,6 +129,12 @@ class Bench:
     def _slots(self, cache: Any, count: int) -> Any:
         self._next += count
         return cache.slots(count, self._next)
+
+    def _serve(self, cache: Any, tokens: np.ndarray) -> None:
+        """A request from its admission to its end, without output."""
+        request = cache.start(cache.prompt(tokens), self._slots(cache, len(tokens)), DOMAIN)
+        cache.commit(request)
+        cache.end(request)
 
     def _settle(self) -> None:
         for cache in self.caches:
@@ -153,7 +165,8 @@ class Bench:
         for tokens in NEW:
             self._prefixes(tokens)
         self._deep()
-        for tokens, calls in ((64, 32), (1024, 4)):
+        for tokens, calls in EVICT.items():
+            self._fill(self.rounds * calls * tokens // LEAF)
             self.measure("evict", tokens, calls, lambda cache, n=tokens: [lambda: cache.evict(n) >= n])
         return self.rows
 
@@ -268,6 +281,7 @@ def main() -> None:
     for nodes in options.nodes:
         for page_size in options.pages:
             most = sum((2 * new + 2) * tokens for tokens, new in NEW.items()) * options.rounds
+            most += sum(tokens * calls for tokens, calls in EVICT.items()) * options.rounds * 2
             most += nodes * (LEAF + SHARED) + TURNS * TURN * (TURNS // 2 + 2) + 10**6
             others = peers.caches(made, page_size) if made else []
             bench = Bench([Isthmus(page_size, most, options.policy), *others], page_size, nodes, options.rounds)
