@@ -15,6 +15,7 @@ _seconds: Counter[str] = Counter()
 
 def pytest_addoption(parser):
     parser.addoption("--platform", help="try tests with the fixture `platform_name` on this platform only")
+    parser.addoption("--draws", type=int, default=128, help="in each setting of tests/test_speculation_draws.py")
 
 
 def pytest_configure():

@@ -2,11 +2,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 from isthmus.conformance.tiny import tiny_model
 from isthmus.core.api import Engine, config_of
+from isthmus.core.chart import write_charts
 from isthmus.core.config import SpeculationSettings
 from isthmus.core.engine import EngineCore
 from isthmus.core.messages import GrammarSpec, SamplingParams, Submit, pack_ids
@@ -133,3 +135,18 @@ def test_forced_tokens_and_drafts_go_together(model):
         assert stats["forced_tokens"] > 0 and stats["accepted_tokens"] > 0
         tokens = sum(len(answer.tokens) for answer in (*first, *second))
         assert stats["generated_tokens"] == tokens
+
+
+def test_the_benchmark_draws_what_drafts_came_to(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks" / "core"))
+    from speculation import charts_of, row_of, table_of
+    counted = {"drafts": 10, "accepted_tokens": 15, "drafted_tokens": 30, "drafted_at": [10, 10, 10],
+               "accepted_at": [9, 5, 1]}
+    speeds = {"plain": [10.0, 10.0], "ngram": [20.0, 22.0]}
+    rows = [row_of(1, "edit", name, speeds, {}, stats) for name, stats in (("plain", {}), ("ngram", counted))]
+    assert (rows[1]["length"], rows[1]["to_plain"], rows[1]["accepted_at"]) == (2.5, 2.1, [0.9, 0.5, 0.1])
+    charts, table = charts_of(rows), table_of(rows)
+    assert charts[0].curves == {"ngram": [(1, 0.9), (2, 0.5), (3, 0.1)]}
+    assert table.rows == [["plain", "1 (1 x)"], ["ngram", "2.5 (2.1 x)"]]
+    write_charts(tmp_path / "drafts.html", "Drafts", charts, [table])
+    assert "<svg" in (tmp_path / "drafts.html").read_text()

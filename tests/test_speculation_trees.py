@@ -24,7 +24,7 @@ from .scheduling import Run, random_run
 from .test_speculation_pairs import drive
 from .tiny import tiny_model
 
-COST = 35  # seconds
+COST = 45  # seconds
 
 
 # ---- the scheduler

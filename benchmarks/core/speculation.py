@@ -1,19 +1,24 @@
 """Speculation on a real model: tokens per second with and without it, in turn, on texts that suit it and that do not.
 
     python benchmarks/core/speculation.py [--model PATH] [--platform cpu] [--batch 1 4 16] [--tokens 128] [--rounds 3]
+        [--also eagle,model=HEAD] [--plot FILE.html] [--json FILE]
 
-edit: a text is to be repeated, so that what comes next stands in the prompt. chat: questions, sampled at temperature 1,
-where little does. Each engine is loaded once; rounds alternate, so that the machine's load falls on all alike.
+edit: a text is to be repeated, so that what comes next stands in the prompt. chat: questions, sampled at temperature
+1, where little does. --plot: how long accepted drafts are, in a table, and how many of the tokens at each place of a
+draft are right, as a page or a picture (.png). Each engine is loaded once; rounds alternate, so that the machine's
+load falls on all alike.
 """
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import time
 from pathlib import Path
 
 import numpy as np
+from isthmus.core.chart import Chart, Table, check_plot, write_charts
 from isthmus.core.config import (
     CacheSettings,
     Config,
@@ -68,15 +73,20 @@ def main() -> None:
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--also", action="append", default=[], metavar="SPECULATIVE", help="a drafter more")
+    parser.add_argument("--plot", type=Path)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
+    if arguments.plot:
+        check_plot(arguments.plot)
+    cases = CASES | {also: tuple(also.split(",")) for also in arguments.also}
     path = next(Path(arguments.model).glob("*.gguf"), Path(arguments.model))
     with open_checkpoint(path) as checkpoint:
         tokenizer = load_tokenizer(checkpoint)
     engines = {name: EngineCore(Config(
         model=ModelSettings(str(path), max_model_len=1024), platform=PlatformSettings(arguments.platform),
         cache=CacheSettings(kv_cache_memory="400MiB"), scheduler=SchedulerSettings(max_running_requests=16),
-        speculation=SpeculationSettings(case))) for name, case in CASES.items()}
+        speculation=SpeculationSettings(case))) for name, case in cases.items()}
     rows = []
     for batch in arguments.batch:
         for workload in ("edit", "chat"):
@@ -85,23 +95,50 @@ def main() -> None:
             for round in range(arguments.rounds):
                 for name, engine in engines.items():
                     speeds[name].append(measure(engine, asked, workload, arguments.tokens, round))
-            plain = statistics.median(speeds["plain"])
             for name, engine in engines.items():
-                after, was = engine.stats(), before[name]
-                drafts = after.get("drafts", 0) - was.get("drafts", 0)
-                kept = after.get("accepted_tokens", 0) - was.get("accepted_tokens", 0)
-                proposed = after.get("drafted_tokens", 0) - was.get("drafted_tokens", 0)
-                ratios = [a / b for a, b in zip(speeds[name], speeds["plain"], strict=True)]
-                row = {"batch": batch, "workload": workload, "drafter": name,
-                       "tokens_per_s": round_(statistics.median(speeds[name])), "to_plain": round_(
-                           statistics.median(speeds[name]) / plain), "ratios": [round_(r) for r in ratios],
-                       "length": round_(1 + kept / drafts) if drafts else 1.0,
-                       "accepted": round_(kept / proposed) if proposed else None,
-                       "state": after.get("draft_state", "")}
-                rows.append(row)
-                print(json.dumps(row), flush=True)
+                rows.append(row_of(batch, workload, name, speeds, before[name], engine.stats()))
+                print(json.dumps(rows[-1]), flush=True)
     if arguments.json:
         arguments.json.write_text(json.dumps(rows, indent=1))
+    if arguments.plot:
+        write_charts(arguments.plot, f"Drafts of {path.name}", charts_of(rows), [table_of(rows)])
+
+
+def row_of(batch: int, workload: str, name: str, speeds: dict[str, list[float]], was: dict, now: dict) -> dict:
+    """What one drafter came to; was, now: its engine's counters."""
+    drafts, kept, proposed = (now.get(key, 0) - was.get(key, 0) for key in (
+        "drafts", "accepted_tokens", "drafted_tokens"))
+    median = statistics.median(speeds[name])
+    places = [[a - b for a, b in itertools.zip_longest(now.get(key, []), was.get(key, []), fillvalue=0)]
+              for key in ("drafted_at", "accepted_at")]
+    return {"batch": batch, "workload": workload, "drafter": name, "tokens_per_s": round_(median),
+            "to_plain": round_(median / statistics.median(speeds["plain"])),
+            "ratios": [round_(a / b) for a, b in zip(speeds[name], speeds["plain"], strict=True)],
+            "length": round_(1 + kept / drafts) if drafts else 1.0,
+            "accepted": round_(kept / proposed) if proposed else None,
+            "accepted_at": [round_(b / a) for a, b in zip(*places, strict=True) if a],
+            "state": now.get("draft_state", "")}
+
+
+def charts_of(rows: list[dict]) -> list[Chart]:
+    """For each workload and batch: the share of drafted tokens that are right, by place in the draft."""
+    found = []
+    for workload, batch in dict.fromkeys((row["workload"], row["batch"]) for row in rows):
+        curves = {row["drafter"]: [*enumerate(row["accepted_at"], 1)] for row in rows
+                  if (row["workload"], row["batch"]) == (workload, batch) and row["accepted_at"]}
+        if curves:
+            found.append(Chart(f"{workload}, {batch} at a time", "place in the draft", "share that is kept", curves))
+    return found
+
+
+def table_of(rows: list[dict]) -> Table:
+    """Tokens that a step with a draft gives, by drafter, workload and batch, and the speed beside no drafts."""
+    columns = list(dict.fromkeys((row["workload"], row["batch"]) for row in rows))
+    cells = {(row["drafter"], row["workload"], row["batch"]): f"{row['length']:.3g} ({row['to_plain']:.3g} x)"
+             for row in rows}
+    return Table(["tokens of a step with a draft (speed)", *(f"{workload}, {batch}" for workload, batch in columns)],
+                 [[name, *(cells.get((name, *column), "") for column in columns)]
+                  for name in dict.fromkeys(row["drafter"] for row in rows)])
 
 
 def round_(number: float) -> float:
