@@ -13,6 +13,7 @@ import pytest
 from isthmus.core.grammar.contract import GrammarError
 from isthmus.core.grammar.ebnf import schema_to_gbnf
 from isthmus.core.grammar.patterns import to_rule
+from isthmus.core.grammar.xgrammar_backend import XGrammar
 
 from .gbnf import Gbnf
 from .json_schema_suite import read_groups
@@ -128,3 +129,9 @@ def test_what_cannot_be_written_is_refused_with_its_place(schema, words):
     with pytest.raises(GrammarError) as refused:
         schema_to_gbnf(json.dumps(schema))
     assert words in refused.value.message
+
+
+def test_a_name_that_is_too_long_to_be_read_is_refused():
+    backend = XGrammar.__new__(XGrammar)  # which needs no library before there are rules
+    with pytest.raises(GrammarError, match="too complex"):
+        backend.compile("json_schema", json.dumps({"properties": {"x" * 5000: {}}}))

@@ -6,10 +6,12 @@ import json
 
 import msgspec
 import pytest
+from isthmus.core.adapters.peft import _Config
 from isthmus.core.errors import IsthmusError, RequestError, encodable
 from isthmus.core.grammar.library import open_backend
 from isthmus.core.grammar.vocabulary import Vocabulary
 from isthmus.core.messages import Command, Failed, SamplingParams, Submit, TokenOutput, TokenOutputs, pack_ids, refused
+from isthmus.core.models.fields import Fields
 from isthmus.core.parsers import CALL_ORDER, choose  # noqa: F401  (registers the notations)
 from isthmus.core.parsers.contract import CALLS
 from isthmus.core.parsers.json_text import as_object, read_json
@@ -133,3 +135,7 @@ def test_calls_that_a_model_writes_so_are_answers(path, body, stream):
 @pytest.mark.parametrize("arguments", ["no JSON", "[1]", '{"a": "\\ud83d"}', "1" * 5000])
 def test_an_earlier_call_is_shown_whatever_its_arguments_are(name, arguments):
     assert "f" in CALLS.create(name).example("f", arguments)
+
+
+def test_what_an_adapter_was_made_for_can_be_told():
+    assert _Config(Fields({"base_model_name_or_path": f"a{HALF}"}, "adapter_config.json")).base == "a?"

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, printable
 from ..models.fields import Fields
 from ..quant.formats import SAFETENSORS_TYPES, nbytes
 from ..specs import RawTensor
@@ -162,7 +162,7 @@ class _Config:
                        for key, value in self._patterns("alpha_pattern")}
         self.targets = self._targets()
         base = fields.get("base_model_name_or_path", "")
-        self.base = base if isinstance(base, str) else ""
+        self.base = printable(base) if isinstance(base, str) else ""
 
     def _patterns(self, key: str) -> Sequence[tuple[str, Any]]:
         found = Fields(self._fields.get(key, {}), f"{self._fields.where}: {key}").values

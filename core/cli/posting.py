@@ -6,8 +6,9 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, NamedTuple, TypeVar
 
 from ..errors import ConfigError, RequestError
@@ -69,9 +70,41 @@ class Poster(RemoteBackend):
                      time.monotonic() - began)
 
 
+class Daemons:
+    """At most so many threads that keep no process alive: who presses Ctrl-C waits for no answer, which may take long.
+    """
+
+    def __init__(self, most: int):
+        self._jobs: SimpleQueue[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]] | None] = SimpleQueue()
+        self._most, self._threads = most, 0
+
+    def submit(self, work: Callable[..., T], *arguments: Any) -> Future[T]:
+        """What `work` returns or raises, once a thread is free."""
+        future: Future[T] = Future()
+        if self._threads < self._most:
+            self._threads += 1
+            threading.Thread(target=self._run, name="post", daemon=True).start()
+        self._jobs.put((future, work, arguments))
+        return future
+
+    def close(self) -> None:
+        """The threads end when they have done what there is."""
+        for _ in range(self._threads):
+            self._jobs.put(None)
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            future, work, arguments = job
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(work(*arguments))
+                except BaseException as error:  # raised where it is waited for
+                    future.set_exception(error)
+
+
 def each(items: Iterator[T], work: Callable[[T], Any], at_once: int) -> None:
     """`work` on each item, so many at once; items are taken only as there is a place. Raises the first error."""
-    places, failed = threading.Semaphore(at_once), []
+    places, failed, threads = threading.Semaphore(at_once), [], Daemons(at_once)
 
     def run(item: T) -> None:
         try:
@@ -81,12 +114,17 @@ def each(items: Iterator[T], work: Callable[[T], Any], at_once: int) -> None:
         finally:
             places.release()
 
-    with ThreadPoolExecutor(at_once, thread_name_prefix="post") as pool:
+    try:
         for item in items:
             places.acquire()
             if failed:
+                places.release()
                 break
-            pool.submit(run, item)
+            threads.submit(run, item)
+        for _ in range(at_once):
+            places.acquire()
+    finally:
+        threads.close()
     if failed:
         raise failed[0]
 

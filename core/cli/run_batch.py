@@ -9,7 +9,6 @@ import sys
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from itertools import islice
@@ -22,7 +21,7 @@ from ..logs import announce
 from ..settings import SECRET, Resolved
 from .backends import own_key
 from .parser import add_model_argument
-from .posting import Poster, Reply, check_at_once, check_file, count_lines, json_lines
+from .posting import Daemons, Poster, Reply, check_at_once, check_file, count_lines, json_lines
 from .progress import ProgressLine
 from .session import end_children, fetch, in_process, in_thread, make_local_client, make_process_client
 
@@ -95,12 +94,14 @@ def run(arguments: argparse.Namespace, resolved: Resolved) -> int:
 async def remote(url: str, key: str | None, at_once: int) -> Any:
     """A server somewhere."""
     poster = Poster(url, key, ANSWER_S)
-    with ThreadPoolExecutor(at_once, thread_name_prefix="post") as pool:
-        loop = asyncio.get_running_loop()
+    threads = Daemons(at_once)
 
-        async def post(path: str, body: bytes) -> Reply:
-            return await loop.run_in_executor(pool, poster.post, path, body)
+    async def post(path: str, body: bytes) -> Reply:
+        return await asyncio.wrap_future(threads.submit(poster.post, path, body))
+    try:
         yield post
+    finally:
+        threads.close()
 
 
 @asynccontextmanager

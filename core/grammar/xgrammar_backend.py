@@ -94,8 +94,12 @@ class XGrammar(GrammarBackend):
         self._ends, self._every = _mask(vocabulary.eos, vocabulary.size), _mask(range(vocabulary.size), vocabulary.size)
 
     def compile(self, kind: str, source: str) -> StackedGrammar:
-        rules = {"json_object": lambda _: f"root ::= object\n{JSON}", "json_schema": schema_to_gbnf,
-                 "choice": lambda texts: "root ::= " + " | ".join(map(literal, json.loads(texts)))}[kind](source)
+        write = {"json_object": lambda _: f"root ::= object\n{JSON}", "json_schema": schema_to_gbnf,
+                 "choice": lambda texts: "root ::= " + " | ".join(map(literal, json.loads(texts)))}[kind]
+        try:
+            rules = write(source)
+        except RecursionError:  # long names, or references from one to the next
+            raise GrammarError(TOO_COMPLEX) from None
         try:
             compiled = self._compiler.compile_grammar(self._library.Grammar.from_ebnf(rules))
             grammar = StackedGrammar(self._library, compiled, self._ends, self._every)
