@@ -13,7 +13,7 @@ from starlette.testclient import TestClient
 
 from .fake_client import make_app
 
-COST = 3  # seconds
+COST = 6  # seconds
 
 
 @pytest.fixture(scope="module")
