@@ -10,8 +10,10 @@ from setuptools import Extension, setup
 HERE = "platforms/cpu/compiled/"
 FLAGS = ["-std=c++17", "-ffp-contract=fast", "-pthread", "-Wno-psabi"]
 # -O3 takes twice as long to compile and is some 15 % faster with AVX-512, where it was measured.
-X86 = {"avx512": ["-march=x86-64-v4", "-O3"], "avx2": ["-march=x86-64-v3", "-O2"]}
-NAMES = ("vec", "packed", "pack", "product", "rows", "attention", "plan", "pool", "step")
+TILES = ["-mamx-tile", "-mamx-bf16", "-mavx512vnni"]
+V4 = ["-march=x86-64-v4", "-O3"]
+X86 = {"amx": V4 + TILES, "avx512": V4, "avx2": ["-march=x86-64-v3", "-O2"]}
+NAMES = ("vec", "packed", "pack", "product", "rows", "attention", "matrix", "plan", "pool", "step")
 HEADERS = [f"{HERE}{name}.h" for name in NAMES]
 
 

@@ -1,5 +1,6 @@
 """On the cpu platform in bf16 a token's result has the same bits in any batch, chunk and cache hit, so that a seeded
-text depends only on itself and its seed. Orders of sums were measured on processors with AVX-512 and no matrix unit."""
+text depends only on itself and its seed. torch's orders of sums were measured on processors with AVX-512 and no matrix
+unit."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -18,16 +19,18 @@ from isthmus.core.platform import AttentionSpec, LayerState, StateSpec, WeightSp
 from isthmus.core.weights.sources import resolve_model  # noqa: E402
 from isthmus.platforms.cpu import quant  # noqa: E402
 from isthmus.platforms.cpu.attention import AttentionPlan  # noqa: E402
+from isthmus.platforms.cpu.compiled.library import open_best  # noqa: E402
 from isthmus.platforms.cpu.kept import LayerCache  # noqa: E402
 
 COST = 30  # seconds
 PAGE = 16
 
-pytestmark = pytest.mark.skipif(
+by_torch = pytest.mark.skipif(
     not torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported(),
     reason="torch's products were measured on processors that multiply bf16 and have no matrix unit")
 
 
+@by_torch
 @pytest.mark.parametrize("name", ["bf16", "q4_1", "q8_0", "affine4_128"])
 @pytest.mark.parametrize("outputs, inputs", [(192, 640), (128, 1536), (64, 5504), (64, 7040)])
 def test_products(name: str, outputs: int, inputs: int):
@@ -41,6 +44,7 @@ def test_products(name: str, outputs: int, inputs: int):
             assert torch.equal(leaf.product(x[:rows]), whole[:rows]), f"{rows} rows"
 
 
+@by_torch
 def test_large_products_are_expanded_where_the_orders_agree():
     for inputs in (576, 1536):
         assert quant.orders_agree(inputs, 32, 1)
@@ -69,6 +73,7 @@ def attention(spec: AttentionSpec, heads: int, layer: LayerState, length: int) -
     return run
 
 
+@by_torch
 @pytest.mark.parametrize("heads, kv_heads, dim, window", [
     (9, 3, 64, None), (4, 4, 64, None), (4, 1, 256, 512), (6, 3, 80, 200)])
 def test_attention(heads: int, kv_heads: int, dim: int, window: int | None):
@@ -93,15 +98,18 @@ def test_attention(heads: int, kv_heads: int, dim: int, window: int | None):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kernels", [None, "torch"])
-def test_a_seeded_text_depends_only_on_itself_and_its_seed(kernels: str | None):
+@pytest.mark.parametrize("kernels", ["compiled", pytest.param("torch", marks=by_torch)])
+def test_a_seeded_text_depends_only_on_itself_and_its_seed(kernels: str):
     """Cold and alone, from the cache, and cold among neighbours with long prompts: the same tokens from the same
     log-probabilities."""
     try:
         path = resolve_model("smollm2-135m-instruct")
     except CheckpointError as error:
         pytest.skip(str(error))
-    rng, options = np.random.default_rng(5), () if kernels is None else (f"kernels={kernels}",)
+    library = open_best(torch.backends.cpu.get_cpu_capability())
+    if kernels == "compiled" and isinstance(library, str):
+        pytest.skip(library)
+    rng, options = np.random.default_rng(5), (f"kernels={kernels}",)
     with Engine(str(path), platform="cpu", dtype="bfloat16", kv_cache_memory="400MiB",
                 platform_option=options) as engine:
         prompts = [engine.text.encode("My favourite three animals are").tolist(),

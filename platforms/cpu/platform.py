@@ -40,7 +40,7 @@ except ImportError as error:
     raise Unavailable(f"torch cannot be imported ({error}): pip install 'isthmus[cpu]'") from error
 
 from ..collective import join, leave
-from .compiled.library import Library, build_for, open_library
+from .compiled.library import Library, open_best
 from .compiled.step import Compiled, Runner
 from .graph import Step
 from .kept import KV_DTYPES
@@ -54,7 +54,7 @@ OPS = ("embed", "linear", "rms_norm", "rope", "attention", "act_mul", "moe", "al
 class Platform:
     """One rank, in this process. Options: `threads`, by default one for each physical core that the process may use, or
     that its share of them is among several ranks; `kernels`, "compiled" or "torch", by default the compiled ones where
-    they were built and the processor has no matrix unit, which torch would use.
+    they were built, for the matrix unit too if the processor has one: else torch uses that.
 
     All of torch's work is done on one thread, loading too: each thread that starts a parallel region gets a team of
     OpenMP threads for good, and with more of those than cores they sleep between regions, which halves the speed.
@@ -168,9 +168,9 @@ class Platform:
             raise Unavailable(f"kernels={asked!r}: compiled or torch is needed")
         if asked == "torch":
             return "torch's, asked for"
-        if asked is None and has_amx():
-            return "torch's, which use the matrix units"
-        library = open_library(build_for(torch.backends.cpu.get_cpu_capability()))
+        library = open_best(torch.backends.cpu.get_cpu_capability())
+        if asked is None and has_amx() and not (isinstance(library, Library) and library.name == "amx"):
+            return "torch's, which use the matrix units, for which no kernels were built"
         if isinstance(library, str) and asked == "compiled":
             raise Unavailable(f"kernels=compiled: {library}")
         return f"torch's; the compiled ones are {library}" if isinstance(library, str) else library

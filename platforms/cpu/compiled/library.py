@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 HERE = Path(__file__).parent
-BUILDS = {"AVX512": "avx512", "AVX2": "avx2"}  # by what torch calls the processor; others have the plain build
+BUILDS = {"AVX512": ("amx", "avx512", "avx2"), "AVX2": ("avx2",)}  # by what torch calls the processor, the best first
 
 VIEW = np.dtype([("at", "i8"), ("row", "i8"), ("head", "i8")])
 WEIGHT = np.dtype([(name, "i8") for name in ("at", "format", "outputs", "inputs", "block")])
@@ -22,11 +22,13 @@ STEP = np.dtype([(name, "i8") for name in (*ARRAYS, "rows", "page_stride", "page
 
 
 class Library:
-    """One build of the kernels. name: "avx512", "avx2" or "plain"."""
+    """One build of the kernels. name: "amx", "avx512", "avx2" or "plain"."""
 
     def __init__(self, path: Path, name: str) -> None:
         self.name, lib = name, c.CDLL(str(path))
         pointer, number = c.c_void_p, c.c_long
+        if hasattr(lib, "isthmus_runs") and not lib.isthmus_runs():
+            raise OSError("this processor does not run it")
         sizes = [lib.isthmus_size(which) for which in range(3)]
         if sizes != [OP.itemsize, LAYER.itemsize, STEP.itemsize] or not hasattr(lib, "isthmus_order") or (
                 lib.isthmus_kinds(), lib.isthmus_order()) != (KINDS, ORDER):
@@ -43,15 +45,15 @@ class Library:
 
 
 def builds_for(capability: str) -> tuple[str, ...]:
-    """Every build that such a processor runs, the best first."""
-    best = build_for(capability)
-    names = tuple(BUILDS.values())
-    return names[names.index(best):] if best in names else (best,)
+    """Builds for a processor of this `torch.backends.cpu.get_cpu_capability()`, the best first; it may lack what the
+    first needs."""
+    return BUILDS.get(capability, ("plain",))
 
 
-def build_for(capability: str) -> str:
-    """The name of the build for a processor of this `torch.backends.cpu.get_cpu_capability()`."""
-    return BUILDS.get(capability, "plain")
+def open_best(capability: str) -> Library | str:
+    """The best build that this processor runs, or why there is none."""
+    opened = [open_library(name) for name in builds_for(capability)]
+    return next((found for found in opened if isinstance(found, Library)), opened[-1])
 
 
 def open_library(name: str) -> Library | str:

@@ -121,7 +121,7 @@ static inline void coded_tile(const int32_t* x, const float* scales, const float
                 const i32x16 v = W::pair(w, part + j);
 #pragma GCC unroll 8
                 for (int m = 0; m < M; m++) {
-                    total[m] += multiply_pairs(v, i32x16{} + x[j * M + m]);
+                    total[m] = add_pairs(total[m], v, i32x16{} + x[j * M + m]);
                     pin(total[m]);
                 }
             }

@@ -1,6 +1,7 @@
 // Runs a program of ops over one step, on all threads of a pool.
 #include <memory>
 #include "attention.h"
+#include "matrix.h"
 #include "pack.h"
 #include "plan.h"
 #include "pool.h"
@@ -22,6 +23,10 @@ constexpr int FEW = 8;  // rows up to which every thread computes the norm befor
 struct Local {  // one thread's memory
     Scratch attention;
     Coded coded;
+#if defined(__AMX_BF16__)
+    Halves halves;
+    alignas(64) Sums sums[4];
+#endif
     std::vector<float> panel, normed, queries, out, part, gathered;
     std::vector<long> own;
     float most[QUERIES], total[QUERIES], part_most[QUERIES], part_total[QUERIES];
@@ -57,6 +62,10 @@ class Engine {
     void linear_as(const Op& op, int thread);
     template <class W>
     void linear_coded(const Op& op, int thread);
+#if defined(__AMX_BF16__)
+    void linear_by_tiles(const Op& op, int thread);
+    Halves halves_;  // of a product of many rows
+#endif
     void low(const Op& op, int thread);
     void up(const Op& op, int thread);
     void attention(const Op& op, const Step& step, int thread);
@@ -69,14 +78,14 @@ class Engine {
 
 // ---- products
 
-// Outputs [first, first + width) and what follows a product. sums [M][width]: the products, and behind them, where the
-// op has an activation, those of the second half of the outputs.
-static void finish_product(const Op& op, const float* sums, long first, long width) {
-    const long M = op.rows, N = op.w.outputs;
+// Outputs [first, first + some) and what follows a product, of rows [row, row + rows). sums [rows][width]: the products,
+// and behind them, where the op has an activation, those of the second half of the outputs.
+static void finish_rows(const Op& op, const float* sums, long first, long some, long width, long row, long rows) {
+    const long N = op.w.outputs;
     const bool pair = op.act >= 0;
-    const float *y = sums, *up = sums + M * width;
-    const long count = std::min(width, (pair ? N / 2 : N) - first);
-    for (long m = 0; m < M; m++, y += width, up += width) {
+    const float *y = sums, *up = sums + rows * width;
+    const long count = std::min(some, (pair ? N / 2 : N) - first);
+    for (long m = row; m < row + rows; m++, y += width, up += width) {
         float* to = op.z.at + m * op.z.row + first;
         const float* add = op.y.at ? op.y.at + m * op.y.row + first : nullptr;
         long i = 0;
@@ -91,6 +100,10 @@ static void finish_product(const Op& op, const float* sums, long first, long wid
         }
         for (; i < count; i++) to[i] = y[i] + (op.bias ? op.bias[first + i] : 0) + (add ? add[i] : 0);
     }
+}
+
+static void finish_product(const Op& op, const float* sums, long first, long width) {
+    finish_rows(op, sums, first, width, width, 0, op.rows);
 }
 
 // NB blocks from `first` on.
@@ -153,7 +166,52 @@ void Engine::linear_coded(const Op& op, int thread) {
     }
 }
 
+#if defined(__AMX_BF16__)
+void Engine::linear_by_tiles(const Op& op, int thread) {
+    Local& l = *local_[thread];
+    const long M = op.rows, K = op.w.inputs, N = op.act >= 0 ? op.w.outputs / 2 : op.w.outputs;
+    const bool together = M > FEW;
+    Halves& x = together ? halves_ : l.halves;
+    if (together) pool.barrier.wait();  // nobody reads the product before
+    if (!together || thread == 0) x.resize(M, K);
+    if (together) pool.barrier.wait();
+    l.normed.resize(std::max<size_t>(l.normed.size(), K));
+    const Range rows = together ? share(M, thread, pool.count, TILE) : Range{0, M};
+    for (long m = rows.first; m < rows.last; m++) {
+        const float* row = op.x.at + m * op.x.row;
+        if (op.norm) rms_norm(row, op.norm, op.eps, K, l.normed.data()), row = l.normed.data();
+        x.encode(row, m, K);
+    }
+    if (together) pool.barrier.wait();
+    const Range r = share((N + LANES - 1) / LANES, thread, pool.count);
+    if (r.first == r.last) return;
+    l.out.resize(std::max<size_t>(l.out.size(), 4 * TILE * LANES));
+    const int tiles = M > TILE ? 2 : 1, blocks = 4 / tiles, run = op.act >= 0 ? blocks / 2 : blocks;
+    const long step = 2 * x.rows * DEPTH, near = std::max(2L * TILE, NEAR / (4 * K) / (2 * TILE) * (2 * TILE));
+    const Tiles shape((int)x.rows);
+    for (long from = 0; from < M; from += near)
+        for (long b = r.first; b < r.last; b += run) {
+            const uint8_t* w[4];
+            for (int n = 0; n < blocks; n++)
+                w[n] = op.w.at + (std::min(b + n % run, r.last - 1) + n / run * N / LANES) * op.w.block;
+            for (long m = from; m < std::min(M, from + near); m += tiles * TILE) {
+                const long t = m / TILE, most = std::min<long>(tiles * TILE, M - m);
+                const uint16_t *one = x.tile(t, K), *other = most > TILE ? x.tile(t + 1, K) : one;
+                if (tiles == 1)
+                    multiply_1_4(one, w, K, step, l.sums);
+                else
+                    multiply_2_2(one, other, w, K, step, l.sums);
+                add_halves(l.sums, tiles, blocks, run, x.rows, most, l.out.data());
+                finish_rows(op, l.out.data(), b * LANES, std::min<long>(run, r.last - b) * LANES, run * LANES, m, most);
+            }
+        }
+}
+#endif
+
 void Engine::linear(const Op& op, int thread) {
+#if defined(__AMX_BF16__)
+    if (op.w.format == BF16 && op.w.inputs % DEPTH == 0) return linear_by_tiles(op, thread);
+#endif
     switch (op.w.format) {
         case BF16: return linear_as<Bf16>(op, thread);
         case INT8: return linear_coded<Int8>(op, thread);
@@ -441,6 +499,15 @@ int isthmus_size(int which) {
 int isthmus_kinds() { return isthmus::KINDS; }
 // A number that changes when the order of packed matrices does.
 int isthmus_order() { return 2; }
+
+// Does this processor run this build? Asked before anything else.
+int isthmus_runs() {
+#if defined(__AMX_BF16__)
+    return isthmus::has_matrix_unit();
+#else
+    return 1;
+#endif
+}
 
 void* isthmus_engine(int threads) { return new isthmus::Engine(threads); }
 void isthmus_close(void* engine) { delete (isthmus::Engine*)engine; }

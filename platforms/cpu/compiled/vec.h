@@ -200,6 +200,15 @@ static ISTHMUS_INLINE i32x16 multiply_pairs(const i32x16& a, const i32x16& b) {
 #endif
 }
 
+// The same on top of `sums`.
+static ISTHMUS_INLINE i32x16 add_pairs(const i32x16& sums, const i32x16& a, const i32x16& b) {
+#if defined(__AVX512VNNI__)
+    return {{(i32x16::V)_mm512_dpwssd_epi32((__m512i)sums.part[0], (__m512i)a.part[0], (__m512i)b.part[0])}};
+#else
+    return sums + multiply_pairs(a, b);
+#endif
+}
+
 static ISTHMUS_INLINE f32x16 select(i32x16 mask, f32x16 yes, f32x16 no) {
     return (f32x16)(((i32x16)yes & mask) | ((i32x16)no & ~mask));
 }
