@@ -158,7 +158,7 @@ class Bench:
         print(line(self.rows[-1]), flush=True)
 
     def run(self) -> list[dict[str, Any]]:
-        for tokens, calls in EVICT.items():  # first: what `insert` alone has put in is older than any request to `learned`
+        for tokens, calls in EVICT.items():  # first: to `learned`, what `insert` puts in is older than any request
             self._evict(tokens, calls)
         for tokens in NEW:
             self._prefixes(tokens)

@@ -54,10 +54,10 @@ class Leaves:
         if line and mark >= line[-1][0]:
             line.append((mark, id(node), node))
             return False
-        if line:
-            heappush(self.late, (mark, id(node), node))
+        if not line or mark <= line[0][0]:
+            line.appendleft((mark, id(node), node))
         else:
-            line.append((mark, id(node), node))
+            heappush(self.late, (mark, id(node), node))
         return True
 
     def first(self) -> int:
@@ -179,7 +179,10 @@ class Learned:
         if leaves is None:
             leaves = self._leaves[kind] = Leaves()
         if leaves.add(node.mark, node):
-            self._ranked_at = 0
+            first = leaves.first() or node.mark
+            others = [found for found in self._ranked if found[2] != kind]
+            self._ranked = [(self._worth(kind, first), first, kind), *others]
+            heapify(self._ranked)
         self._added += 1
         if self._added > self._limit:
             self._added, self._limit = 0, 1024 + sum(leaves.compact() for leaves in self._leaves.values())
