@@ -16,7 +16,7 @@ from .drafting import engine, same_outputs, without_drafts
 from .test_draft_heads import changed, double, head_logits  # noqa: F401  (a fixture)
 from .tiny import hf_model, tiny_model
 
-COST = 15  # seconds
+COST = 20  # seconds
 SMALL = 50  # tokens of the head's vocabulary
 
 
@@ -93,6 +93,48 @@ def test_logits_are_the_papers(eagle3, double):  # noqa: F811
     for have, want in zip((first, second), found, strict=True):
         assert np.abs(have[ids] - want).max() < 1e-5 < np.abs(want).max()
         assert (np.delete(have, ids) <= -1e4).all(), "a token that the head does not know"
+
+
+@pytest.fixture
+def example(monkeypatch):
+    """The modules of examples/train_eagle."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "examples" / "train_eagle"))
+
+
+def test_the_head_that_the_example_trains_is_the_papers(eagle3, double, example):  # noqa: F811
+    from head import Head3
+    model, width = hf_model("llama2").double(), 64
+    words = json.loads((tiny_model("llama2") / "config.json").read_text()) | {
+        "rope_theta": 10000.0, "draft_vocab_size": SMALL}
+    torch.manual_seed(5)
+    trained = Head3(words)
+    layer = Layer(model.config, trained.state_dict())
+    embedded, g = torch.randn(2, 7, width)
+    with torch.no_grad():
+        have, want = trained(embedded[None], g[None])[0], layer(embedded, g)
+        logits = trained.logits(have).numpy()
+    assert (have - want).abs().max() < 1e-5 and np.abs(logits - layer.logits(want)).max() < 1e-5
+    model.float()
+
+
+def test_the_example_learns_and_its_head_is_served(plain, example, tmp_path):
+    """A few steps on made-up texts: the loss falls, it goes on where it was, and the checkpoint is one."""
+    from train import Texts, Training3
+    rng, config = np.random.default_rng(0), json.loads((tiny_model("llama3") / "config.json").read_text())
+    lengths = [12] * 32
+    np.savez(tmp_path / "text-0.npz", tokens=rng.integers(3, 60, 384).astype(np.int32), lengths=lengths,
+             hidden=rng.normal(size=(384, 64)).astype(np.float16), answers=[4] * 32,
+             taps=rng.normal(size=(384, 192)).astype(np.float16))
+    embed = matrix = load_file(tiny_model("llama3") / "model.safetensors")["model.embed_tokens.weight"].float()
+    words = config | {"num_hidden_layers": 1, "rope_theta": 10000.0}
+    training = Training3(tmp_path, words, embed, matrix, Texts(tmp_path))
+    losses = [training.learn(np.arange(8), 0.0) for _ in range(12)]
+    assert losses[-1] < losses[0]
+    training.save()
+    again = Training3(tmp_path, words, embed, matrix, Texts(tmp_path))
+    again.load()
+    assert again.step == 12 and torch.equal(again.head.fc.weight, training.head.fc.weight)
+    same_outputs(plain, "eagle", f"model={tmp_path / 'head'}", "tokens=2")
 
 
 @pytest.mark.parametrize("platform, page, more", [("reference", 4, ()), ("cpu", 16, ()),

@@ -114,12 +114,12 @@ def test_outputs_are_those_without_drafts(plain, near, platform, page, monkeypat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", [1, 16])
-@pytest.mark.parametrize("count, most", [(1, 24), (4, 12), (16, 6)])
+@pytest.mark.parametrize("count, most", [(1, 24), (4, 12), (16, 5)])
 def test_outputs_of_batches(near, count, most, page, monkeypatch):
     taken = count_taken(monkeypatch)
     given = {"max_running_requests": 16, "page": page, "memory": "8MiB"}
     cores = [engine(**given), engine("draft", f"model={near}", "tokens=4", "branches=3", "adaptive=0", **given)]
-    for params in ({}, SAMPLED, {}):
+    for params in ({}, SAMPLED, {})[:3 - count // 16]:
         without, tree = (outputs(core, count, most, **params) for core in cores)
         assert tree == without
     assert drafted(cores[1]) > 0.05 and sum(taken) > 0

@@ -1,5 +1,5 @@
-"""The head in torch: one decoder layer behind the sum of two projections, as `isthmus.core.models.draft_heads` computes
-it. Source: Li et al. 2024, EAGLE."""
+"""The heads in torch, as `isthmus.core.models.draft_heads` and `.eagle3` compute them. Their parameters are named as
+EAGLE's checkpoints name them. Sources: Li et al. 2024, EAGLE; Li et al. 2025, EAGLE-3."""
 from __future__ import annotations
 
 import torch
@@ -7,41 +7,68 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-class Head(nn.Module):
-    """words: of a config.json, with hidden_size, num_attention_heads, num_key_value_heads, intermediate_size,
-    rms_norm_eps and rope_theta. Its parameters are named as EAGLE's checkpoints name them."""
+class Layer(nn.Module):
+    """A decoder layer without norms before its attention. words: of a config.json, with hidden_size,
+    num_attention_heads, num_key_value_heads, intermediate_size, rms_norm_eps and rope_theta. inputs: what attention
+    takes, in widths of the model."""
 
-    def __init__(self, words: dict):
+    def __init__(self, words: dict, inputs: int = 1):
         super().__init__()
-        width, self.heads, self.kv_heads = (words[key] for key in (
-            "hidden_size", "num_attention_heads", "num_key_value_heads"))
-        self.size, self.eps, inner = width // self.heads, words["rms_norm_eps"], words["intermediate_size"]
+        width, heads, kv_heads = (words[key] for key in ("hidden_size", "num_attention_heads", "num_key_value_heads"))
+        self.size, self.theta, inner = width // heads, float(words["rope_theta"]), words["intermediate_size"]
+        self.self_attn, self.mlp = nn.Module(), nn.Module()
+        for name, wide, outputs in (("q", inputs * width, width), ("k", inputs * width, kv_heads * self.size),
+                                    ("v", inputs * width, kv_heads * self.size), ("o", width, width)):
+            setattr(self.self_attn, f"{name}_proj", nn.Linear(wide, outputs, bias=False))
+        for name, wide, outputs in (("gate", width, inner), ("up", width, inner), ("down", inner, width)):
+            setattr(self.mlp, f"{name}_proj", nn.Linear(wide, outputs, bias=False))
+        self.post_attention_layernorm = nn.RMSNorm(width, words["rms_norm_eps"])
 
-        def linear(inputs: int, outputs: int) -> nn.Linear:
-            return nn.Linear(inputs, outputs, bias=False)
-        self.fc = linear(2 * width, width)
-        layer = nn.Module()
-        layer.self_attn, layer.mlp = nn.Module(), nn.Module()
-        for name, inputs, outputs in (("q", width, width), ("k", width, self.kv_heads * self.size),
-                                      ("v", width, self.kv_heads * self.size), ("o", width, width)):
-            setattr(layer.self_attn, f"{name}_proj", linear(inputs, outputs))
-        for name, inputs, outputs in (("gate", width, inner), ("up", width, inner), ("down", inner, width)):
-            setattr(layer.mlp, f"{name}_proj", linear(inputs, outputs))
-        layer.post_attention_layernorm = nn.RMSNorm(width, self.eps)
-        self.layers = nn.ModuleList([layer])
-        self.theta = float(words["rope_theta"])
-
-    def forward(self, embedded: Tensor, hidden: Tensor) -> Tensor:
-        """Embeddings of t(p) and hidden states h(p - 1), [B, T, hidden], h(0) at place 0: guesses of h(p)."""
-        x, (batch, count, _) = self.fc(torch.cat([embedded, hidden], -1)), embedded.shape
-        attn, mlp = self.layers[0].self_attn, self.layers[0].mlp
-        q, k, v = (part(x).view(batch, count, -1, self.size).transpose(1, 2)
+    def forward(self, taken: Tensor, x: Tensor) -> Tensor:
+        """What attention takes, [B, T, inputs * hidden], and what it is added to, [B, T, hidden]."""
+        attn, mlp, (batch, count, _) = self.self_attn, self.mlp, x.shape
+        q, k, v = (part(taken).view(batch, count, -1, self.size).transpose(1, 2)
                    for part in (attn.q_proj, attn.k_proj, attn.v_proj))
         angles = torch.arange(count)[:, None] * self.theta ** (-torch.arange(0, self.size, 2) / self.size)
         y = F.scaled_dot_product_attention(turned(q, angles), turned(k, angles), v, is_causal=True, enable_gqa=True)
         x = x + attn.o_proj(y.transpose(1, 2).reshape(batch, count, -1))
-        y = self.layers[0].post_attention_layernorm(x)
+        y = self.post_attention_layernorm(x)
         return x + mlp.down_proj(F.silu(mlp.gate_proj(y)) * mlp.up_proj(y))
+
+
+class Head(nn.Module):
+    """Of EAGLE-1: one layer behind the sum of two projections."""
+
+    def __init__(self, words: dict):
+        super().__init__()
+        self.fc = nn.Linear(2 * words["hidden_size"], words["hidden_size"], bias=False)
+        self.layers = nn.ModuleList([Layer(words)])
+
+    def forward(self, embedded: Tensor, hidden: Tensor) -> Tensor:
+        """Embeddings of t(p) and hidden states h(p - 1), [B, T, hidden], h(0) at place 0: guesses of h(p)."""
+        x = self.fc(torch.cat([embedded, hidden], -1))
+        return self.layers[0](x, x)
+
+
+class Head3(nn.Module):
+    """Of EAGLE-3: one layer that takes both side by side. words: with draft_vocab_size, the size of its vocabulary."""
+
+    def __init__(self, words: dict):
+        super().__init__()
+        width, eps = words["hidden_size"], words["rms_norm_eps"]
+        self.fc = nn.Linear(3 * width, width, bias=False)
+        self.midlayer = Layer(words, 2)
+        self.midlayer.input_layernorm, self.midlayer.hidden_norm = nn.RMSNorm(width, eps), nn.RMSNorm(width, eps)
+        self.norm, self.lm_head = nn.RMSNorm(width, eps), nn.Linear(width, words["draft_vocab_size"], bias=False)
+
+    def forward(self, embedded: Tensor, before: Tensor) -> Tensor:
+        """Embeddings of t(p), and `fc` of what three layers said of p - 1, or what this gave there: [B, T, hidden]."""
+        taken = torch.cat([self.midlayer.input_layernorm(embedded), self.midlayer.hidden_norm(before)], -1)
+        return self.midlayer(taken, before)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Of the token after: [..., draft_vocab_size]."""
+        return self.lm_head(self.norm(x))
 
 
 def turned(x: Tensor, angles: Tensor) -> Tensor:

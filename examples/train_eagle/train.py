@@ -1,7 +1,8 @@
-"""Train a small EAGLE-1 head on what a model says itself, on a processor: `python train.py --out FOLDER`.
+"""Train a small EAGLE head on what a model says itself, on a processor: `python train.py --out FOLDER [--eagle3]`.
 
 Two phases, each of which goes on where it was when the command is given again: texts with the model's hidden states are
-written, then the head learns to guess h(p) from the token at p and h(p - 1). FOLDER/head is the head, for
+written, then the head learns to guess h(p) from the token at p and h(p - 1); one of EAGLE-3 (--eagle3) learns the
+token after, from what three layers say. FOLDER/head is the head, for
 `--speculative eagle,model=FOLDER/head`; it is written whenever there is a better one.
 """
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from head import Head
+from head import Head, Head3
 from isthmus.core.weights.checkpoint import open_checkpoint
 from isthmus.core.weights.sources import resolve_model
 from isthmus.platforms.expand import expand
@@ -35,18 +36,26 @@ class Texts:
     """All conversations. One in 16 is held out."""
 
     def __init__(self, folder: Path):
-        self.tokens, self.hidden, self.answers = [], [], []
+        self.tokens, self.hidden, self.answers, self.taps = [], [], [], []
         for path in sorted(folder.glob("text-*.npz"), key=lambda path: (len(path.name), path.name)):
             with np.load(path, allow_pickle=False) as part:
                 stops = np.cumsum(part["lengths"])[:-1]
                 self.tokens += np.split(part["tokens"], stops)
                 self.hidden += np.split(part["hidden"], stops)
                 self.answers += part["answers"].tolist()
+                self.taps += np.split(part["taps"], stops) if "taps" in part else []
         numbers = np.arange(len(self.tokens))
         self.held, self.used = numbers[numbers % 16 == 15], numbers[numbers % 16 != 15]
         spoken = np.concatenate([tokens[start:] for tokens, start in zip(self.tokens, self.answers, strict=True)])
         counts = np.bincount(spoken)
         self.frequent = np.sort(np.argsort(-counts, kind="stable")[:min(VOCABULARY, np.count_nonzero(counts))])
+
+    def taps_of(self, numbers: np.ndarray) -> torch.Tensor:
+        """What three layers say: [B, T, 3 * D]."""
+        found = np.zeros((len(numbers), max(len(self.tokens[n]) for n in numbers), self.taps[0].shape[1]), np.float32)
+        for row, n in enumerate(numbers):
+            found[row, :len(self.taps[n])] = self.taps[n]
+        return torch.from_numpy(found)
 
     def batch(self, numbers: np.ndarray) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """tokens [B, T], hidden [B, T, D], and where h is to be guessed, bool [B, T]: where the next token is said."""
@@ -67,10 +76,13 @@ class Training:
     def __init__(self, out: Path, words: dict, embed: torch.Tensor, matrix: torch.Tensor, texts: Texts):
         torch.manual_seed(0)
         self.out, self.words, self.embed, self.matrix, self.texts = out, words, embed, matrix, texts
-        self.head = Head(words)
-        self.optimizer = torch.optim.AdamW(self.head.parameters(), RATE, betas=(0.9, 0.95), weight_decay=0.01)
         self.frequent = torch.from_numpy(texts.frequent)
+        self.head = self._new()
+        self.optimizer = torch.optim.AdamW(self.head.parameters(), RATE, betas=(0.9, 0.95), weight_decay=0.01)
         self.step, self.seconds, self.best = 0, 0.0, math.inf
+
+    def _new(self) -> torch.nn.Module:
+        return Head(self.words)
 
     def loss(self, numbers: np.ndarray, noise: float = 0.0) -> torch.Tensor:
         """The mean over the places that are wanted."""
@@ -126,7 +138,12 @@ class Training:
         folder = self.out / "head"
         folder.mkdir(exist_ok=True)
         (folder / "config.json").write_text(json.dumps(self.words, indent=1))
-        _write(folder / "model.safetensors", {name: value.bfloat16() for name, value in self.head.state_dict().items()})
+        _write(folder / "model.safetensors", {
+            name: value.bfloat16() for name, value in self.head.state_dict().items()} | self._more())
+
+    def _more(self) -> dict[str, torch.Tensor]:
+        """What a checkpoint has beside the weights."""
+        return {}
 
     def load(self) -> None:
         """Go on from what was saved, if anything was."""
@@ -142,6 +159,45 @@ class Training:
         for name, value in self.head.named_parameters():
             self.optimizer.state[value] = {"step": torch.tensor(float(self.step)), **{
                 key: tensors[f"{key}.{name}"] for key in ("exp_avg", "exp_avg_sq")}}
+
+
+class Training3(Training):
+    """Of a head of EAGLE-3, whose vocabulary are the tokens that the model says most."""
+
+    def _new(self) -> torch.nn.Module:
+        if not self.texts.taps:
+            raise SystemExit(f"{self.out} has texts without what three layers say of them: name another folder")
+        self.words |= {"draft_vocab_size": len(self.frequent)}
+        head = Head3(self.words)
+        head.lm_head.weight.data.copy_(self.matrix[self.frequent])
+        return head
+
+    def loss(self, numbers: np.ndarray, noise: float = 0.0) -> torch.Tensor:
+        """The mean over the places that are wanted, behind what the model says and behind what the head says itself."""
+        first, second, said = self._both(numbers, noise)
+        return F.cross_entropy(first, said) + F.cross_entropy(second, said)
+
+    @torch.no_grad()
+    def right(self, numbers: np.ndarray) -> float:
+        first, _, said = self._both(numbers)
+        return (first.argmax(-1) == said.argmax(-1)).float().mean().item()
+
+    def _both(self, numbers: np.ndarray, noise: float = 0.0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Logits of a first and a second drafted token, and what the model says there, [places, vocabulary]."""
+        tokens, hidden, wanted = self.texts.batch(numbers)
+        given, embedded = self.head.fc(self.texts.taps_of(numbers)), self.embed[tokens]
+        if noise:
+            given = given * (1 + noise * torch.randn_like(given))
+        first = self.head(embedded, torch.cat([given[:, :1], given[:, :-1]], 1))
+        second = self.head(embedded, torch.cat([first[:, :1], first[:, :-1]], 1))
+        with torch.no_grad():
+            said = (hidden[wanted] @ self.matrix[self.frequent].T).softmax(-1)
+        return self.head.logits(first[wanted]), self.head.logits(second[wanted]), said
+
+    def _more(self) -> dict[str, torch.Tensor]:
+        known = torch.zeros(len(self.matrix), dtype=torch.bool)
+        known[self.frequent] = True
+        return {"d2t": self.frequent - torch.arange(len(self.frequent)), "t2d": known}
 
 
 def _write(path: Path, tensors: dict[str, torch.Tensor], told: dict[str, str] | None = None) -> None:
@@ -180,7 +236,8 @@ def model_parts(model: str | None) -> tuple[dict, torch.Tensor, torch.Tensor]:
         embed = torch.from_numpy(expand(checkpoint.tensor("model.embed_tokens.weight")))
         tied = "lm_head.weight" not in checkpoint.names
         matrix = embed if tied else torch.from_numpy(expand(checkpoint.tensor("lm_head.weight")))
-        words |= {"num_hidden_layers": 1, "rope_theta": float(checkpoint.config.get("rope_theta", 10000.0))}
+        words |= {"layers": words["num_hidden_layers"], "num_hidden_layers": 1}
+        words |= {"rope_theta": float(checkpoint.config.get("rope_theta", 10000.0))}
     return words, embed, matrix
 
 
@@ -188,6 +245,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--model", help="the default model unless given")
+    parser.add_argument("--eagle3", action="store_true", help="a head of EAGLE-3")
     parser.add_argument("--groups", type=int, default=72, help="of 16 conversations each (%(default)s)")
     parser.add_argument("--length", type=int, default=160, help="tokens of an answer at most (%(default)s)")
     parser.add_argument("--text-minutes", type=float, default=15, help="for texts, at most (%(default)s)")
@@ -200,8 +258,11 @@ def main() -> None:
         spent = (time.monotonic() - began) / 60
         bar(done / given.groups, f"texts: {done} of {given.groups} files, {spent:.1f} of {given.text_minutes:g} min")
         return spent < given.text_minutes or not done
-    write_texts(given.out, given.model, given.groups, given.length, go_on)
-    training = Training(given.out, *model_parts(given.model), Texts(given.out))
+    parts = model_parts(given.model)
+    layers = parts[0].pop("layers")
+    write_texts(given.out, given.model, given.groups, given.length, go_on,
+                (2, layers // 2, layers - 3) if given.eagle3 else ())
+    training = (Training3 if given.eagle3 else Training)(given.out, *parts, Texts(given.out))
     training.load()
     learn(training, given.minutes)
 
