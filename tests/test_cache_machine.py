@@ -33,6 +33,7 @@ def test_many_steps():
 def test_pages_that_follow_each_other_are_found_by_a_slice(monkeypatch):
     """As for many: the machine has a few pages only."""
     monkeypatch.setattr(pool, "_MANY", 1)
+    monkeypatch.setattr(pool, "_FEW", -1)  # no release is made of single pages
     run_state_machine_as_test(CacheMachine, settings=TestCache.settings)
 
 
