@@ -25,7 +25,7 @@ from .mutants import Mutant
 from .scheduling import EOS, MAX_LEN, Run
 from .test_grammar_scheduler import GrammarMachine
 
-COST = 15  # seconds
+COST = 60  # seconds
 # What a request asks for, and what happens to a run.
 FEATURES = ("grammar", "lora", "several", "logprobs", "prompt_logprobs", "penalties", "bias", "stop_ids",
             "stop_strings", "min_tokens", "sampling", "abort", "retraction", "chunked", "preemption", "failure",
