@@ -79,7 +79,7 @@ def shot(browser: Browser, name: str) -> None:
 
 
 def test_a_conversation_over_the_real_server(tiny, browser, tmp_path):
-    with Serving(*tiny, temporary=tmp_path) as server:
+    with Serving(*tiny, temporary=tmp_path, delay_ms=250) as server:  # not all at once, however busy the page is
         url = f"http://{server.address}/"
         visit(browser, url)
         assert "null" in browser.text("#where") and "tokens of context" in browser.text("#where")

@@ -141,7 +141,7 @@ def test_while_it_loads_the_answer_is_503_with_the_progress_and_browsers_see_the
 
 
 def test_a_conversation_with_commands_many_lines_and_figures(tiny):
-    with Terminal("chat", *tiny, "--max-tokens", "6", "--temperature", "0", "--platform-option", "delay_ms=60",
+    with Terminal("chat", *tiny, "--max-tokens", "6", "--temperature", "0", "--platform-option", "delay_ms=250",
                   columns=160) as terminal:
         at = terminal.expect(PROMPT, terminal.expect("/help lists the commands"))
         terminal.send("first line", "alt-enter", "second line", "enter")
