@@ -81,3 +81,15 @@ def test_scores_are_called_as_they_were_asked_for(path, body, param, inside):
     answer = post(path, body, refuse=RequestError(f"{inside} 9 is outside 0 to 5", param=inside))
     assert answer.json()["error"]["param"] == param
     assert answer.json()["error"]["message"] == f"{param} 9 is outside 0 to 5"
+
+
+@pytest.mark.parametrize("path,body,param", [
+    (CHAT[0], CHAT[1] | {"logprobs": True, "top_logprobs": 9}, "logprobs"),
+    (TEXT[0], TEXT[1] | {"logprobs": 9}, "logprobs"),
+    (NATIVE, {"text": "a", "return_logprob": True, "top_logprobs_num": 9}, "return_logprob"),
+    (RESPONSES[0], RESPONSES[1] | {"include": ["message.output_text.logprobs"], "top_logprobs": 2}, "include")])
+def test_where_there_are_no_scores_the_field_that_asks_for_them_is_named(path, body, param):
+    answer = post(path, body, refuse=RequestError("logprobs is not available on null: why", param="logprobs",
+                                                  code="unsupported_parameter"))
+    assert answer.json()["error"]["param"] == param
+    assert answer.json()["error"]["message"] == f"{param} is not available on null: why"

@@ -12,15 +12,17 @@ from .protocol import Body
 Names = Sequence[tuple[str, str | Callable[[re.Match[str]], str]]]
 
 
-# What the engine calls log-probabilities -> the first of these fields that was sent.
+# What the engine calls log-probabilities -> the first of these fields that was sent. Of a platform that has none those
+# count that ask for them: without how many the request would be refused again.
 SCORES = {r"(prompt_)?logprobs(?!\w)": ("top_logprobs", "top_logprobs_num", "return_logprob", "logprobs", "include")}
+HOW_MANY = ("top_logprobs", "top_logprobs_num")
 
 
 def as_sent(asked: Body, *own: str) -> Names:
     """Names of the fields that were sent under another one. own: fields that keep theirs, whatever is said later."""
     found = [(rf"{name}(?!\w)", word) for name, word in {**asked.sent, **{name: name for name in own}}.items()]
     for pattern, fields in SCORES.items():
-        found += [(pattern, field) for field in fields if getattr(asked, field, None)][:1]
+        found += [(pattern, field) for field in fields if getattr(asked, field, None)]
     return found
 
 
@@ -38,6 +40,8 @@ def renamed(names: Names) -> Iterator[None]:
     try:
         yield
     except RequestError as error:
+        if error.code == "unsupported_parameter":
+            names = [(pattern, name) for pattern, name in names if name not in HOW_MANY]
         if error.param and (name := new_name(error.param, names)) != error.param:
             if error.message.startswith(error.param):
                 error.message = name + error.message.removeprefix(error.param)
