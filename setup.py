@@ -1,6 +1,6 @@
 """Builds the compiled kernels of the cpu platform where there is a C++ compiler; all else is in pyproject.toml.
 
-ISTHMUS_BUILD_KERNELS=0 leaves them out, where another platform is to compute: they take a minute or two."""
+ISTHMUS_BUILD_KERNELS=0 leaves them out, where another platform is to compute: they take half a minute or more."""
 import os
 import platform
 import sys
