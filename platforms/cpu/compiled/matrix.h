@@ -16,6 +16,7 @@ namespace isthmus {
 
 constexpr int TILE = 8;       // rows of x in a tile
 constexpr long DEPTH = 32;    // inputs of a tile
+constexpr long SOON = 2048;   // bytes of weights that are asked for before they are needed, where they pass by once
 constexpr long NEAR = 768 << 10;  // bytes of x that stay in the cache while weights pass by
 
 // May this process use the unit? Asks the system for it, which is needed once for all threads.
@@ -63,6 +64,10 @@ struct Halves {
 
 typedef float Sums[16][LANES];  // of a tile of x and sixteen outputs
 
+static ISTHMUS_INLINE void expect(const uint8_t* tile) {
+    for (int i = 0; i < 1024; i += 64) __builtin_prefetch(tile + SOON + i);
+}
+
 #define ISTHMUS_TILE_STORE(n) _tile_stored(n, c[n], sizeof c[n][0])
 
 // One tile of x times four blocks of weights. Tiles 0 to 3 are sums, 4 and 5 x, 6 and 7 weights.
@@ -71,6 +76,7 @@ static inline void multiply_1_4(const uint16_t* a, const uint8_t* const* w, long
     __asm__ volatile("" ::: "memory");  // the compiler does not know that tiles are read from memory
     for (long k = 0; k < K / DEPTH; k++, a += step) {
         _tile_loadd(4, a, 64);
+        for (int n = 0; n < 4; n++) expect(w[n] + k * 1024);
         _tile_loadd(6, w[0] + k * 1024, 64); _tile_dpbf16ps(0, 4, 6);
         _tile_loadd(7, w[1] + k * 1024, 64); _tile_dpbf16ps(1, 4, 7);
         _tile_loadd(6, w[2] + k * 1024, 64); _tile_dpbf16ps(2, 4, 6);

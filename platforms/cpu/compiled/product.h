@@ -76,6 +76,7 @@ static void products(const float* x, long xs, long M, const uint8_t* w, long blo
 
 // ---- codes
 
+constexpr long AHEAD = 4096;     // bytes of weights that are asked for before they are needed: products hide no latency
 constexpr float LEAST = 1e-34f;  // what is smaller is coded as 0: its inverse would not be finite
 
 // Rows in 16 bits, in tiles of ROWS that lie [K / 2][rows]; scales and sums of groups [K / GROUP][rows].
@@ -114,6 +115,7 @@ static inline void coded_tile(const int32_t* x, const float* scales, const float
                               float* y, long ys) {
     f32x16 acc[M]{};
     for (long k = 0; k < K; k += GROUP, w += W::BYTES, scales += M, sums += M) {
+        for (int i = 0; i < W::BYTES; i += 64) __builtin_prefetch(w + AHEAD + i);
         i32x16 total[M]{};
         for (int part = 0; part < PAIRS; part += 4, x += 4 * M)
 #pragma GCC unroll 4
