@@ -77,6 +77,8 @@ class Server:
         cached = None
         for event in events(self._post(self._asked.path, body)):
             fresh, said = self._asked.answers(event)
+            # llama-server keeps tokens back that end within a character, and tells only how many there were
+            fresh = fresh or [prompt[-1]] * (event.get("tokens_predicted", 0) - len(tokens) if event.get("stop") else 0)
             if fresh:
                 last = time.perf_counter() - began
                 first = first or last
