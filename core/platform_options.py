@@ -2,7 +2,6 @@
 the platform itself has the last word."""
 from __future__ import annotations
 
-import math
 import re
 
 from .discovery import list_platforms
@@ -62,7 +61,7 @@ def is_in(value: str, allowed: str) -> bool:
         number = kind(value)
     except ValueError:
         return False
-    return math.isfinite(number) and kind(ends[0]) <= number <= kind(ends[1])
+    return kind(ends[0]) <= number <= kind(ends[1])
 
 
 def _wanted(allowed: tuple[str, ...]) -> str:

@@ -180,14 +180,14 @@ class Slow:
     def __init__(self, library):
         self.library, self.gates = library, []
 
-    def ask(self, spec):
+    def ask(self, spec, tenant=""):
         future: Future = Future()
         self.gates.append((spec, future))
         return future
 
     def open(self):
         for spec, future in self.gates:
-            if not future.set_running_or_notify_cancel():  # nobody waits for it any more
+            if not future.running() and not future.set_running_or_notify_cancel():  # nobody waits for it any more
                 continue
             inner = self.library.ask(spec)
             try:
@@ -236,9 +236,19 @@ def test_a_grammar_that_takes_too_long_is_given_up(slow, monkeypatch):
     engine, library = slow
     monkeypatch.setattr(waiting, "PATIENCE", -1.0)
     submit(engine, "late", "regex", "[ab]{4}")
+    library.gates[0][1].set_running_or_notify_cancel()
     (output,) = engine.step()
     assert (output.status, output.param) == (400, "it") and "not compiled within" in output.error
     assert not engine.has_work
+
+
+def test_who_has_waited_for_others_grammars_is_not_blamed(slow, monkeypatch):
+    engine, library = slow
+    monkeypatch.setattr(waiting, "PATIENCE", -1.0)
+    submit(engine, "behind", "regex", "[ab]{4}")
+    (output,) = engine.step()
+    assert (output.status, output.code, output.retry_after > 0) == (503, "overloaded", True)
+    assert "it has waited" in output.error and not engine.has_work and library.gates[0][1].cancelled()
 
 
 def test_so_many_wait_for_their_grammars_and_no_more(slow, monkeypatch):

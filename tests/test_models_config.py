@@ -186,6 +186,8 @@ def test_unknown_model_type_lists_the_known():
     ({"num_hidden_layers": 0}, ["num_hidden_layers", "0"]),
     ({"num_hidden_layers": 10**9}, ["num_hidden_layers", "4096"]),
     ({"vocab_size": 10**12}, ["vocab_size", "1000000000000"]),
+    ({"max_position_embeddings": 10**400}, ["max_position_embeddings", "1000000"]),
+    ({"rms_norm_eps": 10**400}, ["rms_norm_eps", "1000000"]),
     ({"num_key_value_heads": 3}, ["num_key_value_heads", "3", "4"]),
     ({"num_attention_heads": 5, "num_key_value_heads": 5}, ["num_attention_heads", "5", "64"]),
     ({"hidden_act": "relu"}, ["hidden_act", "'relu'", "silu"]),

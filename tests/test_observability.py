@@ -443,6 +443,7 @@ def test_requests_come_at_their_times(monkeypatch):
 
 @pytest.mark.parametrize("entry", [
     "nonsense", "[1]", {"time": "x", "path": CHAT, "body": {}}, {"path": CHAT, "body": {}},
+    {"time": 10**400, "path": CHAT, "body": {}},
     {"time": 1, "path": "http://evil/", "body": {}}, {"time": 1, "path": CHAT, "body": 5},
     {"time": 1, "path": CHAT + "\r\nx: y", "body": {}}, {"time": 1, "path": CHAT, "body": {}, "method": "DELETE"}])
 def test_what_is_no_dump_is_named_by_its_line(entry, tmp_path):

@@ -73,7 +73,7 @@ def list_requests(path: Path, limit: int | None) -> Iterator[Kept]:
         if limit is not None and count >= limit:
             return
         known = isinstance(entry, dict) and isinstance(entry.get("body"), dict) and _PATH.fullmatch(
-            str(entry.get("path"))) and type(entry.get("time")) in (int, float) and math.isfinite(entry["time"])
+            str(entry.get("path"))) and type(entry.get("time")) in (int, float) and abs(entry["time"]) < 2**53
         if not known or entry.get("method", "POST") != "POST":
             raise ConfigError(f"{path}, line {number}: this is no request with a time, a path and a body, as "
                               "`isthmus serve --dump-requests` writes them")

@@ -6,7 +6,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..errors import IsthmusError
 from ..messages import GrammarSpec
@@ -19,12 +19,20 @@ THREADS = 2
 KEPT = 128              # grammars
 KEPT_BYTES = 2**24      # of their sources
 MAX_SOURCE = 2**18      # bytes of one source
+TENANTS = 1024          # whose last turn is known
+
+
+class _Asked(NamedTuple):
+    tenant: str
+    spec: GrammarSpec
+    future: Future[Grammar]
 
 
 class Library:
     """Grammars by what they are written in. vocabulary: makes the model's, at the first request that needs it.
 
-    Failures are not kept. `seconds` and `compiled` count what compiling took.
+    Tenants take turns and the shortest of a tenant's comes first, so that grammars which take long to compile hold up
+    their own sender. Failures are not kept. `seconds` and `compiled` count what compiling took.
     """
 
     def __init__(self, backend: str, vocabulary: Callable[[], Vocabulary]):
@@ -34,9 +42,11 @@ class Library:
         self._pool = ThreadPoolExecutor(THREADS, "grammar")
         self._kept: OrderedDict[tuple[str, str], Future[Grammar]] = OrderedDict()
         self._bytes = 0
+        self._asked: list[_Asked] = []
+        self._turns: OrderedDict[str, int] = OrderedDict()  # tenant -> the turn that was its last
         self.compiled, self.seconds = 0, 0.0
 
-    def ask(self, spec: GrammarSpec) -> Future[Grammar]:
+    def ask(self, spec: GrammarSpec, tenant: str = "") -> Future[Grammar]:
         """The grammar, perhaps later. The future raises `GrammarError`, or what a broken installation raises."""
         key = spec.kind, spec.source
         future = self._kept.get(key)
@@ -46,7 +56,10 @@ class Library:
         check_spec(spec)
         if future is None:
             self._bytes += len(spec.source)
-        future = self._kept[key] = self._pool.submit(self._compile, spec)
+        future = self._kept[key] = Future()
+        with self._lock:
+            self._asked.append(_Asked(tenant, spec, future))
+        self._pool.submit(self._take)
         while len(self._kept) > KEPT or self._bytes > KEPT_BYTES and len(self._kept) > 1:
             self._bytes -= len(self._kept.popitem(last=False)[0][1])
         return future
@@ -73,6 +86,27 @@ class Library:
     def close(self) -> None:
         """Start nothing more."""
         self._pool.shutdown(wait=False, cancel_futures=True)
+        for asked in self._asked:
+            asked.future.cancel()
+
+    def _take(self) -> None:
+        """Compile the next one. There is one for each call, unless nobody waits for it any more."""
+        with self._lock:
+            self._asked = [asked for asked in self._asked if not asked.future.cancelled()]
+            if not self._asked:
+                return
+            asked = min(self._asked, key=lambda one: (self._turns.get(one.tenant, 0), len(one.spec.source)))
+            self._asked.remove(asked)
+            self._turns[asked.tenant] = max(self._turns.values(), default=0) + 1
+            self._turns.move_to_end(asked.tenant)
+            if len(self._turns) > TENANTS:
+                self._turns.popitem(last=False)
+        if not asked.future.set_running_or_notify_cancel():
+            return
+        try:
+            asked.future.set_result(self._compile(asked.spec))
+        except BaseException as error:
+            asked.future.set_exception(error)
 
     def _compile(self, spec: GrammarSpec) -> Grammar:
         backend = self.backend

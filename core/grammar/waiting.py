@@ -38,7 +38,7 @@ class Compiling:
             raise ValueError(f"request id {submit.id!r} is in use")
         if submit.params.grammar is None:
             return controlled(None, submit, lambda: self._library.backend.vocabulary)
-        future = self._library.ask(submit.params.grammar)
+        future = self._library.ask(submit.params.grammar, submit.tenant)
         if future.done():
             return matcher_of(future, submit, self._library)
         if len(self._pending) >= self._most:
@@ -60,8 +60,7 @@ class Compiling:
                 except RequestError as error:
                     found.append((pending.submit, error))
             elif now > pending.until:
-                field = pending.submit.params.grammar.field
-                found.append((pending.submit, GrammarError(f"{field} was not compiled within {PATIENCE:g} s", field)))
+                found.append((pending.submit, _too_late(pending)))
             else:
                 continue
             self._forget(id)
@@ -76,6 +75,14 @@ class Compiling:
         if not future.done() and all(other.grammar is not future for other in self._pending.values()):
             self._library.give_up(submit.params.grammar, future)
         return submit
+
+
+def _too_late(pending: Pending) -> RequestError:
+    """Whose fault it is: a grammar that was never begun has waited for others."""
+    field = pending.submit.params.grammar.field
+    if pending.grammar.running():
+        return GrammarError(f"{field} was not compiled within {PATIENCE:g} s", field)
+    return Overloaded(f"{field} has waited {PATIENCE:g} s for other grammars to be compiled", status=503)
 
 
 def matcher_of(future: Future[Grammar], submit: Submit, library: Library) -> Matcher:

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -37,16 +38,14 @@ class Fields:
     def integer(self, key: str, default: Any = _REQUIRED, low: int = 1, high: int = 2**31 - 1) -> int:
         """A whole number in low..high; a float such as 8.0 counts."""
         value = self.get(key, default)
-        whole = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-        if not whole or value != int(value) or not low <= value <= high:
+        if not _is_number(value) or value != int(value) or not low <= value <= high:
             raise self.error(key, value, f"a whole number from {low} to {high}")
         return int(value)
 
     def number(self, key: str, default: Any = _REQUIRED, low: float = 0.0, high: float = math.inf) -> float:
         """A finite number with low < value <= high."""
         value = self.get(key, default)
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value) \
-                or not low < value <= high:
+        if not _is_number(value) or not low < value <= high:
             raise self.error(key, value, f"a number above {low:g}" + (f", at most {high:g}" if high < math.inf else ""))
         return float(value)
 
@@ -77,6 +76,11 @@ class Fields:
     def error(self, key: str, value: Any, supported: str) -> CheckpointError:
         """An error that names the place, the key, the value and what is supported."""
         return CheckpointError(f"{self.where}: {key} = {_shown(value)} is not supported; it must be {supported}")
+
+
+def _is_number(value: Any) -> bool:
+    """Of integers those that a float can hold."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def _shown(value: Any) -> str:
