@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import OrderedDict
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -357,7 +358,7 @@ def test_the_leaf_that_goes_is_the_one_that_a_search_finds(seed, monkeypatch):
         chosen.add(kind)
         return node
 
-    tree.pop = checked
+    tree.choose_by(checked)
     for i in range(1200):
         text = texts[-1 - min(int(draw.pareto(1.0) * 5), len(texts) - 1)]
         text = text[:draw.integers(1, 12)] + [1000 + i] * int(draw.integers(0, 4))
@@ -368,6 +369,36 @@ def test_the_leaf_that_goes_is_the_one_that_a_search_finds(seed, monkeypatch):
             for count in draw.integers(1, 20, 4).tolist():
                 requests.cache.pool.release(tree.evict(count), -1)
     assert len(chosen) > 5
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_many_leaves_at_once_are_those_that_go_one_by_one(seed, monkeypatch):
+    monkeypatch.setattr("isthmus.core.cache.eviction.learned.REBUILD", 20)
+    draw, texts, runs = np.random.default_rng(seed), [[0]], []
+    both = [Requests("learned", 150), Requests("learned", 150)]
+    for requests, once in zip(both, (False, True), strict=True):
+        tree = requests.cache.tree
+        if once:
+            tree.choose_by(tree.policy.pop)
+        else:
+            tree.run = lambda pages, run=tree.run: runs.append(run(pages)) or runs[-1]
+    for i in range(1500):
+        text = texts[-1 - min(int(draw.pareto(1.0) * 9), len(texts) - 1)]
+        text = text[:draw.integers(0, 12)] + [1000 + i] * int(draw.integers(1, 4))
+        texts.append(text)
+        hint = CacheHint(ends=True) if draw.random() < 0.3 else None
+        found = [requests.run(*text, hint=hint) for requests in both]
+        if i % 25 == 24:
+            gone = [requests.cache.tree.evict(int(i % 60)) for requests in both]
+            assert gone[0].tolist() == gone[1].tolist()
+            for requests, pages in zip(both, gone, strict=True):
+                requests.cache.pool.release(pages, -1)
+        assert found[0] == found[1]
+        policies = [requests.cache.tree.policy for requests in both]
+        assert policies[0].spare == policies[1].spare and policies[0].shadow.out == policies[1].shadow.out
+        assert policies[0].ghosts.pages == policies[1].ghosts.pages
+    longest = max(len(nodes) for nodes, _ in runs)
+    assert longest > 2 and any(keep for _, keep in runs), longest
 
 
 def test_leaves_come_in_the_order_of_their_last_use_whatever_order_they_came_in():
@@ -400,7 +431,7 @@ def test_pages_that_are_out_are_counted_until_lru_has_dropped_them_too(asked, ro
             held.remove(page)
         elif len(held) == room:
             gone = held.pop(victim % room)
-            shadow.shrank(last[gone], 1, room - 1)
+            shadow.shrank([SimpleNamespace(mark=last[gone], size=1)], 0, room - 1)
         if not there:
             shadow.grew(use, 1, len(held) + 1)
         held.append(page)

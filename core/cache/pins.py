@@ -111,7 +111,7 @@ class Pins:
             self._drop(min(self._pins.values(), key=lambda other: other.until))
         self._pins[session] = pin
         self._by_node.setdefault(node, set()).add(session)
-        self._tree.pop = self.pop
+        self._tree.choose_by(self.pop)
         self.pages += pin.pages
         self._next = min(self._next, pin.until)
         return pin
@@ -129,7 +129,7 @@ class Pins:
                 if pin.node.evictable:
                     self._policy.add(pin.node)
         if not self._pins:
-            self._tree.pop = self._policy.pop
+            self._tree.choose_by()
 
     def _give_way(self) -> Node | None:
         """Nothing but pinned leaves is left: the one whose pins are over first."""

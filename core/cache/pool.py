@@ -112,7 +112,7 @@ class PagePool:
         pages, at = self._owned(pages, owner, "released")
         self.generation[at] = numbers = self._numbers(len(pages))
         if not isinstance(at, slice):
-            found = self.generation.take(at)
+            found = self.generation[at]
             if not _all_are(found, numbers):  # of a page that is named twice the later number stays
                 twice = np.unique(at[found != numbers])
                 self._violation(twice, f"released twice in one call by {owner_name(owner)}", owner)

@@ -9,7 +9,7 @@ are protected. Ancestors of a protected node are therefore protected, and only u
 """
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -24,13 +24,17 @@ class RadixTree:
     def __init__(self, page_size: int, policy: str = "lru", capacity: int = 65536):
         self.page_size, self.page_bytes = page_size, page_size * ID_BYTES
         self.policy: EvictionPolicy = EVICTION.create(policy, capacity)
-        self.pop = self.policy.pop
+        self.choose_by()
         self._watch = self.policy.watches
         self._roots: dict[bytes, Node] = {}
         self.listener: CacheListener | None = None
         self._clock = 0
         self.evictable = 0   # pages in nodes that no lock protects
         self.protected = 0   # pages in nodes under a lock
+
+    def choose_by(self, pop: Callable[[], Node | None] | None = None) -> None:
+        """Which leaf goes next: `pop` tells, in place of the policy; None: the policy, which may name many at once."""
+        self.pop, self.run = (pop, None) if pop else (self.policy.pop, getattr(self.policy, "run", None))
 
     def match(self, key: bytes, domain: bytes = b"", end: int | None = None) -> tuple[int, Node]:
         """The longest cached prefix of `key[:end]`, in whole pages: (pages, the node where it ends; a root when 0).
@@ -191,20 +195,26 @@ class RadixTree:
         In reverse: the one that went first is last. So pages of a prompt stand in its order, and the last is the first
         that `PagePool.release` has used again.
         """
-        freed, need, pop = [], count, self.pop
-        while need > 0 and (node := pop()) is not None:
-            keep = node.size - need if node.size > need else 0
-            if self._watch:
-                self.policy.drop(node, keep)
-            need -= node.size - keep
-            if keep:
-                freed.append(node.pages[keep * ID_BYTES:])
-                node.edge, node.pages = node.edge[:keep * self.page_bytes], node.pages[:keep * ID_BYTES]
-                node.size = keep
-                self.policy.add(node)
-            else:
+        policy, run, freed, need = self.policy, self.run, [], count
+        while need > 0:
+            nodes, keep = run(need) if run is not None else ([], 0)
+            if not nodes:
+                if (node := self.pop()) is None:
+                    break
+                nodes, keep = [node], max(0, node.size - need)
+                if self._watch:
+                    policy.drop(node, keep)
+            last = nodes.pop() if keep else None
+            for node in nodes:
+                need -= node.size
                 freed.append(node.pages)
                 self._remove(node)
+            if last is not None:
+                need -= last.size - keep
+                freed.append(last.pages[keep * ID_BYTES:])
+                last.edge, last.pages = last.edge[:keep * self.page_bytes], last.pages[:keep * ID_BYTES]
+                last.size = keep
+                policy.add(last)
         self.evictable -= count - need
         freed.reverse()
         dropped = b"".join(freed)

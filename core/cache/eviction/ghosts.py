@@ -9,16 +9,14 @@ from ..node import Node
 class Ghost:
     """Evicted pages that followed each other, told by the first one's tokens alone; `behind` are ghosts after them.
 
-    again: they had been used again while they were cached, or were ghosts once before.
+    hits: of the pages, 0 when they were used once only; those of ghosts once before count on.
     """
 
-    __slots__ = ("key", "home", "pages", "hits", "again", "turn", "mark", "behind")
+    __slots__ = ("key", "home", "pages", "hits", "mark", "behind")
 
-    def __init__(self, key: bytes, home: dict[bytes, Ghost], pages: int, node: Node):
-        self.key, self.home, self.pages = key, home, pages
-        self.hits, self.turn, self.mark = node.hits, node.turn, node.mark
-        self.again = node.hits > 0
-        self.behind: dict[bytes, Ghost] | None = None
+    def __init__(self, key: bytes, home: dict[bytes, Ghost], pages: int, hits: int, mark: int,
+                 behind: dict[bytes, Ghost] | None):
+        self.key, self.home, self.pages, self.hits, self.mark, self.behind = key, home, pages, hits, mark, behind
 
 
 class Ghosts:
@@ -32,32 +30,30 @@ class Ghosts:
         self._roots: dict[bytes, dict[bytes, Ghost]] = {}
         self._order: deque[Ghost] = deque()
 
-    def bury(self, node: Node, keep: int) -> None:
-        """The pages of the leaf after the first `keep` are evicted."""
-        size, behind = node.size, node.ghosts
-        if keep:
-            page_bytes = len(node.edge) // size
-            key, home = node.edge[keep * page_bytes:(keep + 1) * page_bytes], {}
-            node.ghosts = home
-        else:
-            home, key, node.ghosts = node.parent.ghosts, node.key, None
-            if home is None or node.parent.parent is None:
-                home = self._home(node.parent)
-        ghost = Ghost(key, home, size - keep, node)
-        pages = self.pages
-        pages[ghost.again] += ghost.pages
-        if behind and len(behind) == 1:
-            (last,) = behind.values()
-            if last.mark == ghost.mark and last.hits == ghost.hits:  # trimmed off the same node just before
-                ghost.pages, ghost.turn, behind = ghost.pages + last.pages, last.turn, last.behind
-                last.pages = 0
-        ghost.behind = behind or None
-        if key in home:
-            self._leave(home[key])
-        home[key] = ghost
-        self._order.append(ghost)
-        while pages[0] + pages[1] > self.limit or len(self._order) > self.limit:
-            self._leave(self._order.popleft())
+    def bury(self, nodes: list[Node], keep: int = 0) -> None:
+        """These leaves are evicted, but for the first `keep` pages of the last."""
+        pages, order = self.pages, self._order
+        for node in nodes:
+            count, behind, home = node.size, node.ghosts, node.parent.ghosts
+            if keep and node is nodes[-1]:
+                page_bytes, count = len(node.edge) // count, count - keep
+                key, node.ghosts = node.edge[keep * page_bytes:(keep + 1) * page_bytes], (home := {})
+            else:
+                key, node.ghosts = node.key, None
+                if home is None or node.parent.parent is None:
+                    home = self._home(node.parent)
+            hits, mark = node.hits, node.mark
+            pages[hits > 0] += count
+            if behind and len(behind) == 1:
+                (last,) = behind.values()
+                if last.mark == mark and last.hits == hits:  # trimmed off the same node just before
+                    count, behind, last.pages = count + last.pages, last.behind, 0
+            if key in home:
+                self._leave(home[key])
+            home[key] = ghost = Ghost(key, home, count, hits, mark, behind or None)
+            order.append(ghost)
+        while pages[0] + pages[1] > self.limit or len(order) > self.limit:
+            self._leave(order.popleft())
 
     def recall(self, node: Node, rest: bytes, page_bytes: int) -> list[Ghost]:
         """Ghosts of the tokens `rest` behind `node`, front to back; they are forgotten. Their pages are cut to it."""
@@ -81,5 +77,5 @@ class Ghosts:
         """Take a ghost out, if it is still there. Those behind it go when their turn comes."""
         if ghost.home.get(ghost.key) is ghost:
             del ghost.home[ghost.key]
-            self.pages[ghost.again] -= ghost.pages
+            self.pages[ghost.hits > 0] -= ghost.pages
             ghost.pages = 0

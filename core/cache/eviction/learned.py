@@ -163,13 +163,16 @@ class Learned:
             node.turn += 1
 
     def drop(self, node: Node, keep: int) -> None:
-        gone = node.size - keep
-        self._cached -= gone
-        self._slack -= gone
-        self.shadow.shrank(node.mark, gone, self._cached)
-        self.ghosts.bury(node, keep)
+        self._gone([node], keep, node.size - keep)
+
+    def _gone(self, nodes: list[Node], keep: int, pages: int) -> None:
+        """These leaves go, `pages` pages in all, but for the first `keep` pages of the last."""
+        self._cached = cached = self._cached - pages
+        self._slack -= pages
+        self.shadow.shrank(nodes, keep, cached)
+        self.ghosts.bury(nodes, keep)
         if keep:
-            node.turn = node.parent.turn
+            nodes[-1].turn = nodes[-1].parent.turn
 
     def add(self, node: Node) -> None:
         if node.queued == node.mark + 1:  # its place is that of its last use, and it has it
@@ -209,6 +212,44 @@ class Learned:
                 return node
             self._advance(kind, first)  # of late its first leaf was used again, or locked
         return None
+
+    def run(self, pages: int) -> tuple[list[Node], int]:
+        """All from one class, as long as its first is worth least and no parent is bared: then nothing has changed."""
+        if self._ranked_at != self._used or not self._used:
+            self._rank()
+        found: list[Node] = []
+        if not (ranked := self._ranked):
+            return found, 0
+        kind, keep, worth, until, left = ranked[0][2], 0, 0.0, -1, pages
+        leaves, index, used, second, oldest = self._leaves[kind], self._index[kind], self._used, None, self._used
+        if others := ranked[1:]:
+            second, oldest = min(others), min([mark for _, mark, _ in others])
+        line, free = leaves.line, 0 if self.plain else self._slack
+        while line and not leaves.late:
+            mark, _, node = line[0]
+            if mark != node.mark or node.children or node.locks or (parent := node.parent) is None:
+                leaves.take()
+                continue
+            if second:
+                if mark > until:  # older ones have another worth
+                    at = bisect_right(_EDGES, used - mark)
+                    worth, until = index[at], used - _EDGES[at - 1] if at else used
+                if (worth, mark, kind) > second or mark > oldest and free <= 0 and (found or not self._may(mark)):
+                    break
+            found.append(node)
+            size = node.size
+            left -= size
+            free -= size
+            if left < 0:
+                keep, left = -left, 0
+                break
+            line.popleft()
+            if not left or len(parent.children) <= len(found) and parent.parent is not None:
+                break
+        if found:
+            self._gone(found, keep, pages - left)
+        self._advance(kind, leaves.first())
+        return found, keep
 
     def _rank(self) -> None:
         self._ranked = [(self._worth(kind, mark), mark, kind) for kind, leaves in self._leaves.items()

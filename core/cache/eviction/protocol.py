@@ -48,6 +48,11 @@ class EvictionPolicy(Protocol):
         skipped: `node.evictable` tells. What is left of the leaf after its tail is dropped comes back by `add`."""
         ...
 
+    # A policy may also have `run(pages: int) -> tuple[list[Node], int]`: leaves that go next, in order, taken out and
+    # dropped already (no `pop`, no `drop`), of no more than `pages` but for the last, of which so many pages are kept
+    # as the other number says; it keeps its place then. None of them but the last may be its parent's last child: what
+    # is bared comes back by `add` before more are asked for. An empty list: ask `pop`.
+
     def tick(self, now: float) -> None:
         """It is `now`, in seconds; called between steps, a place for work that the others should not wait for."""
         ...
@@ -164,9 +169,14 @@ def _family(policy: EvictionPolicy) -> list[Node]:
 def _pops(policy: EvictionPolicy, want: list[Node], nodes: list[Node]) -> None:
     """The policy gives exactly the nodes `want`, in whatever order, then None."""
     got = []
-    while (node := policy.pop()) is not None and len(got) < 4:
-        got.append(node)
-        policy.drop(node, 0)
+    while len(got) < 4:
+        some = policy.run(1)[0] if hasattr(policy, "run") else []
+        if not some and (node := policy.pop()) is not None:
+            policy.drop(node, 0)
+            some = [node]
+        if not some:
+            break
+        got.append(node := some[0])
         if node.parent is not None:
             node.parent.children.pop(node.edge, None)
             node.parent = None

@@ -90,7 +90,7 @@ class AdaptiveReplacement(SegmentedLru):
         once, again = self.ghosts.pages
         seam = depth
         for ghost in self.ghosts.recall(node, rest, self._page_bytes):
-            if ghost.again:
+            if ghost.hits:
                 self._target = max(0.0, self._target - ghost.pages * max(1.0, once / max(1, again)))
             else:
                 self._target = min(self.capacity, self._target + ghost.pages * max(1.0, again / max(1, once)))
@@ -105,4 +105,4 @@ class AdaptiveReplacement(SegmentedLru):
 
     def drop(self, node: Node, keep: int) -> None:
         super().drop(node, keep)
-        self.ghosts.bury(node, keep)
+        self.ghosts.bury([node], keep)

@@ -5,6 +5,8 @@ other pages than that were used since: a sum over uses of the pages that were la
 """
 from __future__ import annotations
 
+from ..node import Node
+
 SHADOWED = 1 << 16  # uses that are told apart
 
 
@@ -67,12 +69,15 @@ class LruShadow:
             self.size += pages
         self.settle(use)
 
-    def shrank(self, use: int, pages: int, room: int) -> None:
-        """Pages last used at `use` leave the cache; it holds `room` now, and LRU will have no more."""
+    def shrank(self, nodes: list[Node], keep: int, room: int) -> None:
+        """These leave the cache, but for the first `keep` pages of the last. It holds `room` now, and LRU no more."""
         self.room = room
-        if use >= self.bound:
-            self._gone[use % SHADOWED] += pages
-            self._out += pages
+        gone, bound, last = self._gone, self.bound, nodes[-1]
+        for node in nodes:
+            pages = node.size - keep if node is last else node.size
+            if (use := node.mark) >= bound:
+                gone[use % SHADOWED] += pages
+                self._out += pages
 
     def settle(self, last: int) -> None:
         """LRU drops what it has no room for. last: the latest use."""
