@@ -75,7 +75,8 @@ class CacheManager:
         policy = self.tree.policy
         if not (policy.watches and self.enabled):
             return None
-        return policy.use(node, found, tokens[found * self.page_size:].tobytes(), hint, priority)
+        rest = tokens[found * self.page_size:]
+        return policy.use(node, found, memoryview(rest).cast("B") if len(rest) else b"", hint, priority)
 
     def take(self, count: int, owner: int | np.ndarray) -> np.ndarray | None:
         """`count` fresh pages for `owner`, evicting cached ones as needed; None, and nothing changed, if too few."""

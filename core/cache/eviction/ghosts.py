@@ -55,11 +55,11 @@ class Ghosts:
         while pages[0] + pages[1] > self.limit or len(order) > self.limit:
             self._leave(order.popleft())
 
-    def recall(self, node: Node, rest: bytes, page_bytes: int) -> list[Ghost]:
+    def recall(self, node: Node, rest: bytes | memoryview, page_bytes: int) -> list[Ghost]:
         """Ghosts of the tokens `rest` behind `node`, front to back; they are forgotten. Their pages are cut to it."""
         found: list[Ghost] = []
         here, at = (self._roots.get(node.edge) if node.parent is None else node.ghosts), 0
-        while here and (ghost := here.get(rest[at:at + page_bytes])):
+        while here and (ghost := here.get(bytes(rest[at:at + page_bytes]))):
             pages = min(ghost.pages, (len(rest) - at) // page_bytes)
             self._leave(ghost)
             ghost.pages, here, at = pages, ghost.behind, at + pages * page_bytes

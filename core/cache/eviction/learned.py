@@ -125,7 +125,7 @@ class Learned:
         if self._used - self._learned >= REBUILD:
             self._learn()
 
-    def use(self, node: Node, depth: int, rest: bytes, hint: CacheHint | None, priority: int) -> Use:
+    def use(self, node: Node, depth: int, rest: bytes | memoryview, hint: CacheHint | None, priority: int) -> Use:
         if self._used - self._learned >= 16 * REBUILD:  # nobody called `tick`
             self._learn()
         self._used = number = self._used + 1
@@ -214,7 +214,7 @@ class Learned:
         return None
 
     def run(self, pages: int) -> tuple[list[Node], int]:
-        """All from one class, as long as its first is worth least and no parent is bared: then nothing has changed."""
+        """All from one class, as long as its first is worth least and no leaf of another class is bared."""
         if self._ranked_at != self._used or not self._used:
             self._rank()
         found: list[Node] = []
@@ -224,10 +224,11 @@ class Learned:
         leaves, index, used, second, oldest = self._leaves[kind], self._index[kind], self._used, None, self._used
         if others := ranked[1:]:
             second, oldest = min(others), min([mark for _, mark, _ in others])
-        line, free = leaves.line, 0 if self.plain else self._slack
+        line, free, bared = leaves.line, 0 if self.plain else self._slack, None
         while line and not leaves.late:
             mark, _, node = line[0]
-            if mark != node.mark or node.children or node.locks or (parent := node.parent) is None:
+            parent = node.parent
+            if mark != node.mark or node.locks or parent is None or node.children and node is not bared:
                 leaves.take()
                 continue
             if second:
@@ -244,7 +245,13 @@ class Learned:
                 keep, left = -left, 0
                 break
             line.popleft()
-            if not left or len(parent.children) <= len(found) and parent.parent is not None:
+            if len(parent.children) <= len(found) and parent.parent is not None:
+                if len(parent.children) > 1 or parent.locks or parent.mark != mark \
+                        or group(parent.hits) != group(node.hits):
+                    break
+                parent.queued, bared = mark + 1, parent  # bared by this leaf, and the next of its class
+                line.appendleft((mark, id(parent), parent))
+            if not left:
                 break
         if found:
             self._gone(found, keep, pages - left)

@@ -50,16 +50,16 @@ class EvictionPolicy(Protocol):
 
     # A policy may also have `run(pages: int) -> tuple[list[Node], int]`: leaves that go next, in order, taken out and
     # dropped already (no `pop`, no `drop`), of no more than `pages` but for the last, of which so many pages are kept
-    # as the other number says; it keeps its place then. None of them but the last may be its parent's last child: what
-    # is bared comes back by `add` before more are asked for. An empty list: ask `pop`.
+    # as the other number says; it keeps its place then. A parent whose last child is among them comes back by `add`
+    # afterwards, so that it is in place already, or its child the last one. An empty list: ask `pop`.
 
     def tick(self, now: float) -> None:
         """It is `now`, in seconds; called between steps, a place for work that the others should not wait for."""
         ...
 
-    def use(self, node: Node, depth: int, rest: bytes, hint: CacheHint | None, priority: int) -> Use:
+    def use(self, node: Node, depth: int, rest: bytes | memoryview, hint: CacheHint | None, priority: int) -> Use:
         """A request was admitted: its cached prefix ends with `node` after `depth` pages; a root when nothing is
-        cached. rest: the tokens after the prefix, int32 bytes."""
+        cached. rest: the tokens after the prefix, int32 bytes, or a view of them."""
         ...
 
     def grow(self, node: Node, end: int, use: Use) -> None:
@@ -86,7 +86,7 @@ class Unwatching:
     def tick(self, now: float) -> None:
         pass
 
-    def use(self, node: Node, depth: int, rest: bytes, hint: CacheHint | None, priority: int) -> Use:
+    def use(self, node: Node, depth: int, rest: bytes | memoryview, hint: CacheHint | None, priority: int) -> Use:
         return Use(0)
 
     def grow(self, node: Node, end: int, use: Use) -> None:

@@ -60,7 +60,7 @@ class Ranked:
     def tick(self, now: float) -> None:
         self.now = now
 
-    def use(self, node: Node, depth: int, rest: bytes, hint: CacheHint | None, priority: int) -> Use:
+    def use(self, node: Node, depth: int, rest: bytes | memoryview, hint: CacheHint | None, priority: int) -> Use:
         use = Use(self.rank(hint, priority))
         while node.parent is not None:
             node.hits += 1
@@ -106,7 +106,7 @@ class LeastFrequentlyUsed(Ranked):
         super().__init__(capacity)
         self._age = 0.0
 
-    def use(self, node: Node, depth: int, rest: bytes, hint: CacheHint | None, priority: int) -> Use:
+    def use(self, node: Node, depth: int, rest: bytes | memoryview, hint: CacheHint | None, priority: int) -> Use:
         while node.parent is not None:
             node.hits += 1
             node.mark, node = self._age + node.hits + 1, node.parent

@@ -41,7 +41,7 @@ class SegmentedLru:
     def tick(self, now: float) -> None:
         pass
 
-    def use(self, node: Node, depth: int, rest: bytes, hint: CacheHint | None, priority: int) -> Use:
+    def use(self, node: Node, depth: int, rest: bytes | memoryview, hint: CacheHint | None, priority: int) -> Use:
         self._uses += 1
         while node.parent is not None:
             if not node.hits:
@@ -86,7 +86,7 @@ class AdaptiveReplacement(SegmentedLru):
         first = 0 if self.pages[0] > self._target else 1
         return self._oldest(first) or self._oldest(1 - first)
 
-    def use(self, node: Node, depth: int, rest: bytes, hint: CacheHint | None, priority: int) -> Use:
+    def use(self, node: Node, depth: int, rest: bytes | memoryview, hint: CacheHint | None, priority: int) -> Use:
         once, again = self.ghosts.pages
         seam = depth
         for ghost in self.ghosts.recall(node, rest, self._page_bytes):
