@@ -98,7 +98,7 @@ def batch(tokens: list[int], start: int, rows: list[int]) -> Batch:
 
 def head_logits(kind, folder: Path, *more: str) -> tuple[np.ndarray, np.ndarray, list[int]]:
     """Logits of a head's two steps behind a prompt that came in two chunks, and the tokens: the prompt's, and the two
-    that the steps were fed."""
+    that the steps were fed, the second by its number in the head's vocabulary if it has one."""
     platform = load_platform("reference", {})
     manifest = platform.probe(0, 1)
     with open_checkpoint(folder) as checkpoint:
@@ -111,9 +111,15 @@ def head_logits(kind, folder: Path, *more: str) -> tuple[np.ndarray, np.ndarray,
     for start, stop in ((0, 5), (5, 8)):
         out, state = platform.compile(model.forward, model.weights, None)(state, batch(tokens[start:stop], start, [0]))
         out.collect()
-    step = platform.compile(lambda ops, w, b: model.draft.forward(Logits(ops), w, b), model.draft.weights, None)
-    for place in (8, 9):
-        out, state = step(state, batch([tokens[place]], place, [0]))
+
+    def forward(ops, weights, b):
+        return model.draft.forward(Logits(ops), weights, b)
+    ids = model.draft.ids
+    for place, token, weights in ((8, tokens[8], model.draft.weights), (
+            9, tokens[9] if ids is None else int(np.flatnonzero(ids == tokens[9])[0]),
+            model.draft.weights if ids is None else model.draft.after)):
+        step = platform.compile(forward, weights, None)
+        out, state = step(state, batch([token], place, [0]))
         found.append(out.collect()[0])
     return *found, tokens
 
@@ -200,20 +206,25 @@ def expert_stacks(tensors: dict[str, torch.Tensor], layer: torch.nn.Module) -> d
     return found
 
 
-def test_the_head_that_the_example_trains_is_the_one_that_is_served(tmp_path, double, monkeypatch):
+@pytest.mark.parametrize("own", [True, False])
+def test_the_head_that_the_example_trains_is_the_one_that_is_served(tmp_path, double, monkeypatch, own):
+    """With its own vocabulary and matrix, and as others are published."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "examples" / "train_eagle"))
     from head import Head
     model = hf_model("llama2").double()
     words = json.loads((tiny_model("llama2") / "config.json").read_text()) | {"num_hidden_layers": 1,
-                                                                               "rope_theta": 10000.0}
+                                                                               "rope_theta": 10000.0,
+                                                                               "draft_vocab_size": 40}
     torch.manual_seed(5)
-    trained = Head(words)
-    save_file(trained.state_dict(), tmp_path / "model.safetensors")
+    trained, ids = Head(words), torch.arange(40) * 3 + 2
+    tensors = trained.state_dict() | {"d2t": ids - torch.arange(40)}
+    save_file({name: w for name, w in tensors.items() if own or name not in ("lm_head.weight", "d2t")},
+              tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps(words))
 
     def head(embedded, hidden):
         guesses = trained(embedded[None], hidden[None])[0]
-        return guesses, model.lm_head(guesses)
+        return guesses, (trained if own else model).lm_head(guesses)
     first, second, tokens = head_logits(EagleHead, tiny_model("llama2"), str(tmp_path))
     want = papers_logits(model, head, tokens)
     model.float()

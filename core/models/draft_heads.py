@@ -13,6 +13,9 @@ A hidden state is read from the cache by attention that has nothing to choose: w
 of 2 it is the mean over this place and the one before. Place 0 has none before it and takes its own h; the papers leave
 this place out.
 
+A head may have a matrix of its own, over a part of the model's vocabulary. Then what its step draws are numbers among
+its own tokens, and the steps after the first look up by these.
+
 Sources: Li et al. 2024, EAGLE; DeepSeek-AI 2024, DeepSeek-V3, section 2.2.
 """
 from __future__ import annotations
@@ -29,6 +32,8 @@ from .config import ModelConfig
 from .llama import NORMS
 
 PAIR = AttentionSpec(1.0, window=2)
+OWN_HEAD = "lm_head.weight"
+OWN_EMBED, OWN_IDS = "lm_head.embedded.weight", "d2t"  # the model's embedding of the head's own tokens; made of these
 EMBEDDED, HIDDEN = "combine.embedded.weight", "combine.hidden.weight"  # the halves of what combines both, by columns
 
 
@@ -38,7 +43,8 @@ class DraftHead:
     matrix that combines both, [hidden, 2 * hidden], the token's embedding first.
 
     normed: both have a norm of their own before, and the head one behind it (MTP); else (EAGLE) there is none, nor one
-    before the first layer's attention.  bias: has the combining matrix one?
+    before the first layer's attention.  bias: has the combining matrix one?  own: tokens of its own vocabulary, and 0
+    where the model's head is used.
     """
 
     config: ModelConfig
@@ -46,6 +52,12 @@ class DraftHead:
     combine: str
     normed: bool
     bias: bool = False
+    own: int = 0
+
+    @property
+    def reduced(self) -> bool:
+        """Does it know a part of the vocabulary only?"""
+        return 0 < self.own < self.config.vocab_size
 
     @property
     def state_layers(self) -> tuple[LayerState, ...]:
@@ -64,11 +76,18 @@ class DraftHead:
         if self.normed:
             tree |= blocks.norm_layout(0, width, {"embed_norm": "enorm", "hidden_norm": "hnorm",
                                                   "norm": "shared_head.norm"})
+        return tree | self.own_layout()
+
+    def own_layout(self) -> Layout:
+        """Of what belongs to its own vocabulary."""
+        tree: Layout = {"head": Entry(OWN_HEAD, "linear", (self.own, self.target.hidden))} if self.own else {}
+        if self.reduced:
+            tree["embed"] = Entry(OWN_EMBED, "embed", (self.own, self.target.hidden))
         return tree
 
     def wholes(self) -> dict[str, str]:
         """What the layout has and a checkpoint has otherwise -> what it is made of there."""
-        return dict.fromkeys((EMBEDDED, HIDDEN), self.combine)
+        return dict.fromkeys((EMBEDDED, HIDDEN), self.combine) | ({OWN_EMBED: OWN_IDS} if self.reduced else {})
 
     def keep(self, ops: Ops, weights: Mapping[str, Any], batch: Batch, x: Tensor) -> None:
         """In a step of the model. x: [T, hidden], what its last layer gives; `weights` are its own, the head's under
@@ -79,7 +98,7 @@ class DraftHead:
         self._layers(ops, self._combined(ops, weights, batch, before), own, kept_only=True)
 
     def draft(self, ops: Ops, weights: Mapping[str, Any], batch: Batch) -> Tensor:
-        """The head's own step."""
+        """The head's own step. weights: the model's "embed" (or its own) and "head", its own under "draft"."""
         own = weights["draft"]
         nothing = ops.embed(batch.tokens, weights["embed"]) * 0.0
         before = self._read(ops, nothing, nothing) * 2.0
@@ -88,7 +107,7 @@ class DraftHead:
         rows = h[batch.logit_rows]
         if self.normed:
             rows = ops.rms_norm(rows, own["norm"], self.config.eps)
-        return ops.sample(ops.linear(rows, weights["head"]), self.target.logit_softcap)
+        return ops.sample(ops.linear(rows, own.get("head", weights["head"])), self.target.logit_softcap)
 
     def _read(self, ops: Ops, nothing: Tensor, kept: Tensor) -> Tensor:
         """Keep [T, hidden] at the places of this step, and read the mean of each and the one before it."""

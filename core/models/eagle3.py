@@ -3,8 +3,8 @@ place before it.
 
 As in `core.models.draft_heads` something is kept for each place: g(p), what is combined from the inputs of three of the
 model's layers; the head's own step puts its layer's output in its place for the step after. The layer takes both, side
-by side, each behind a norm of its own; here each half of its matrices has its own leaf, and both are added. Its
-vocabulary may be a part of the model's: its matrix is spread over all tokens, and those that it lacks are never likely.
+by side, each behind a norm of its own; here each half of its matrices has its own leaf, and both are added. It
+always has a matrix of its own.
 
 Source: Li et al. 2025, EAGLE-3.
 """
@@ -17,12 +17,11 @@ from typing import Any
 from ..platform import Batch, Ops, Tensor
 from . import blocks, feed_forward
 from .blocks import Entry, Layout
-from .draft_heads import DraftHead
+from .draft_heads import OWN_EMBED, OWN_IDS, DraftHead
 
 LAYER = "model.layers.0."
 QKV = tuple(f"{LAYER}self_attn.{part}_proj" for part in "qkv")
 SOURCES = ("combine.0.weight", "combine.1.weight", "combine.2.weight")  # thirds of the combining matrix, by columns
-MATRIX, BIAS = "lm_head.spread.weight", "lm_head.spread.bias"           # of the head's own vocabulary, for all tokens
 
 
 def halves(name: str) -> tuple[str, str]:
@@ -32,10 +31,9 @@ def halves(name: str) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class Eagle3(DraftHead):
-    """taps: the model's layers whose inputs are combined.  reduced: its vocabulary is a part of the model's."""
+    """taps: the model's layers whose inputs are combined."""
 
     taps: tuple[int, ...] = ()
-    reduced: bool = False
 
     def layout(self) -> Layout:
         config, width = self.config, self.config.hidden
@@ -44,15 +42,12 @@ class Eagle3(DraftHead):
             "embed_norm": "input_layernorm", "hidden_norm": "hidden_norm", "mlp_norm": "post_attention_layernorm"})
         layer |= {"qkv": blocks.projections(embedded, config.qkv_widths, width, 0, False),
                   "qkv_hidden": blocks.projections(hidden, config.qkv_widths, width, 0, False)}
-        tree: Layout = {"layers": [layer], "norm": Entry("model.norm.weight", "norm", (width,)),
-                        "head": Entry(MATRIX, "linear", (config.vocab_size, width))}
-        tree |= {name: Entry(name, "linear", (width, width)) for name in SOURCES}
-        return tree | {"head_bias": Entry(BIAS, "bias", (config.vocab_size,))} if self.reduced else tree
+        tree: Layout = {"layers": [layer], "norm": Entry("model.norm.weight", "norm", (width,))}
+        return tree | {name: Entry(name, "linear", (width, width)) for name in SOURCES} | self.own_layout()
 
     def wholes(self) -> dict[str, str]:
-        found = dict.fromkeys(SOURCES, self.combine) | {MATRIX: "lm_head.weight"}
-        found |= {f"{half}.weight": f"{name}.weight" for name in QKV for half in halves(name)}
-        return found | {BIAS: "d2t"} if self.reduced else found
+        found = dict.fromkeys(SOURCES, self.combine) | ({OWN_EMBED: OWN_IDS} if self.reduced else {})
+        return found | {f"{half}.weight": f"{name}.weight" for name in QKV for half in halves(name)}
 
     def keep(self, ops: Ops, weights: Mapping[str, Any], batch: Batch, x: Sequence[Tensor]) -> None:
         """In a step of the model. x: the inputs of the layers `taps`, [T, hidden] each."""
@@ -67,7 +62,7 @@ class Eagle3(DraftHead):
         x = self._layer(ops, weights, batch, self._read(ops, nothing, nothing) * 2.0)
         self._read(ops, nothing, x)
         rows = ops.rms_norm(x[batch.logit_rows], own["norm"], self.config.eps)
-        return ops.sample(ops.linear(rows, own["head"], *((own["head_bias"],) if self.reduced else ())))
+        return ops.sample(ops.linear(rows, own["head"]))
 
     def _layer(self, ops: Ops, weights: Mapping[str, Any], batch: Batch, before: Tensor,
                kept_only: bool = False) -> Tensor:

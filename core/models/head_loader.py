@@ -10,10 +10,8 @@ from ..errors import CheckpointError
 from ..platform import Unsupported
 from ..quant.formats import nbytes
 from ..specs import RawTensor
-from .draft_heads import EMBEDDED, HIDDEN, PAIR, DraftHead
+from .draft_heads import PAIR, DraftHead
 from .loader import DENSE, Place, entries, name_gaps, place_layout
-
-UNLIKELY = -1e4  # a logit; float16 holds it
 
 
 class Made(Protocol):
@@ -47,40 +45,27 @@ class Columns(NamedTuple):
         return RawTensor(dtype, (rows, width), np.ascontiguousarray(data[:, self.index]).reshape(-1))
 
 
-class Spread(NamedTuple):
-    """A matrix whose rows are those of tokens `ids`, as one of `size` rows, the others 0."""
+class Rows(NamedTuple):
+    """Rows `ids` of the model's embedding `name`, from the model's own checkpoint."""
 
-    whole: str
+    model: Any
+    name: str
     ids: np.ndarray
-    size: int
 
     def describe(self, checkpoint: Any) -> tuple[str, tuple[int, ...]]:
-        dtype, shape = checkpoint.describe(self.whole)
-        if dtype not in DENSE or len(shape) != 2 or shape[0] != len(self.ids):
-            raise CheckpointError(f"{self.whole} is {dtype} {list(shape)}; it must be {', '.join(DENSE)} "
-                                  f"[{len(self.ids)}, hidden]")
-        return dtype, (self.size, shape[1])
+        dtype, shape = self.model.describe(self.name)
+        return dtype, (len(self.ids), *shape[1:])
 
     def tensor(self, checkpoint: Any) -> RawTensor:
-        dtype, shape = self.describe(checkpoint)
-        data = np.zeros((self.size, nbytes(dtype, shape[1:])), np.uint8)
-        data[self.ids] = np.frombuffer(checkpoint.tensor(self.whole).data, np.uint8).reshape(len(self.ids), -1)
-        return RawTensor(dtype, shape, data.reshape(-1))
+        raw = self.model.tensor(self.name)
+        if any(part.shape[:1] != raw.shape[:1] for part in raw.extra):
+            raise Unsupported("a head with a vocabulary of its own needs rows of the model's embedding, and "
+                              f"{raw.dtype} keeps none by itself: take ngram, or the model in another format")
+        return self._taken(raw)._replace(extra=tuple(map(self._taken, raw.extra)))
 
-
-class Lacking(NamedTuple):
-    """What makes tokens other than `ids` unlikely: a bias."""
-
-    ids: np.ndarray
-    size: int
-
-    def describe(self, checkpoint: Any) -> tuple[str, tuple[int, ...]]:
-        return "f32", (self.size,)
-
-    def tensor(self, checkpoint: Any) -> RawTensor:
-        values = np.full(self.size, UNLIKELY, "<f4")
-        values[self.ids] = 0
-        return RawTensor("f32", (self.size,), values.view(np.uint8))
+    def _taken(self, raw: RawTensor) -> RawTensor:
+        data = np.frombuffer(raw.data, np.uint8).reshape(raw.shape[0], -1)
+        return RawTensor(raw.dtype, (len(self.ids), *raw.shape[1:]), data[self.ids].reshape(-1))
 
 
 class Remade:
@@ -121,11 +106,21 @@ def check_head(names: Mapping[str, str], head: DraftHead, place: Place, unused: 
         raise CheckpointError(f"this is no draft head of the kind asked for: it {gaps}")
 
 
+def own_ids(checkpoint: Any, name: str, size: int) -> np.ndarray:
+    """The model's token for each of a head's, of `size`: int64. Raises `CheckpointError`."""
+    dtype, shape = checkpoint.describe(name)
+    if dtype not in ("i64", "i32") or len(shape) != 1:
+        raise CheckpointError(f"{name} is {dtype} {list(shape)}; whole numbers, one for each token, are needed")
+    data = np.frombuffer(checkpoint.tensor(name).data, f"<{dtype.replace('i64', 'i8').replace('i32', 'i4')}")
+    ids = np.arange(len(data)) + data
+    if len(np.unique(ids)) < len(ids) or ids.min(initial=0) < 0 or ids.max(initial=0) >= size:
+        raise CheckpointError(f"{name} says tokens twice or outside the vocabulary of {size}")
+    return ids
+
+
 def load_head(checkpoint: Any, names: Mapping[str, str], head: DraftHead, place: Place,
-              made: Mapping[str, Made] | None = None) -> tuple[dict[str, Any], list[str], int]:
-    """The head's weights, lines for people, and bytes. made: all that the layout has and the checkpoint has otherwise,
-    the halves of the combining matrix unless given. Raises as `core.models.loader.load_model` does."""
-    if made is None:
-        made = {name: Columns(names[head.combine], i, 2) for i, name in enumerate((EMBEDDED, HIDDEN))}
+              made: Mapping[str, Made]) -> tuple[dict[str, Any], list[str], int]:
+    """The head's weights, lines for people, and bytes. made: all that the layout has and the checkpoint has otherwise.
+    Raises as `core.models.loader.load_model` does."""
     names = {**names, **{name: name for name in made}}
     return place_layout(Remade(checkpoint, made), names, head.layout(), head.config, place)

@@ -13,6 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from ..errors import ConfigError
 from ..models.blocks import head
 from ..models.config import ModelConfig
@@ -41,10 +43,15 @@ class Loading(NamedTuple):
 
 
 class DraftSteps(NamedTuple):
-    """A drafter's own step, to be compiled as a model's is: the tokens of the batch, and one drawn after each row."""
+    """A drafter's own step, to be compiled as a model's is: the tokens of the batch, and one drawn after each row.
+
+    ids: the model's token for each that it draws, int64, where it has a vocabulary of its own; steps behind its first
+    are fed such tokens, and compute with `after` instead of `weights`."""
 
     forward: Callable[[Ops, Any, Batch], Tensor]
     weights: Any
+    after: Any = None
+    ids: np.ndarray | None = None
 
 
 class Companion:

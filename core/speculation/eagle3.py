@@ -5,12 +5,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from ..errors import CheckpointError
 from ..models.config import ModelConfig
-from ..models.eagle3 import BIAS, MATRIX, QKV, SOURCES, Eagle3, halves
-from ..models.head_loader import Columns, Lacking, Made, Spread
+from ..models.eagle3 import QKV, SOURCES, Eagle3, halves
+from ..models.head_loader import Columns, Made
 
 ALIASES = {"midlayer.": "model.layers.0.", "layers.0.": "model.layers.0.", "lm_head.": "lm_head.", "d2t": "d2t",
            "t2d": "t2d"}
@@ -24,7 +22,7 @@ def canonical(name: str) -> str:
                 f"model.{short}")
 
 
-def eagle3_head(words: Mapping[str, Any], config: ModelConfig, target: ModelConfig, reduced: bool) -> Eagle3:
+def eagle3_head(words: Mapping[str, Any], config: ModelConfig, target: ModelConfig, own: int) -> Eagle3:
     """The head of a configuration. Raises `CheckpointError` for layers that the model does not have."""
     if config.layers != 1 or config.qk_norm or config.qkv_bias:
         raise CheckpointError("config: an EAGLE-3 head has one layer of Llama's kind, without norms on q and k and "
@@ -38,28 +36,13 @@ def eagle3_head(words: Mapping[str, Any], config: ModelConfig, target: ModelConf
         raise CheckpointError(f"the head reads the inputs of the layers {taps}, and {target.name} has the layers 0 to "
                               f"{target.layers - 1}: three different ones of them are needed, config's "
                               "eagle_aux_hidden_state_layer_ids names them")
-    return Eagle3(replace(config, first_state=target.layers), target, "model.fc.weight", False, False, tuple(taps),
-                  reduced)
+    return Eagle3(replace(config, first_state=target.layers), target, "model.fc.weight", False, False, own,
+                  tuple(taps))
 
 
-def made_of(head: Eagle3, names: Mapping[str, str], checkpoint: Any) -> dict[str, Made]:
-    """What the layout has and the checkpoint has otherwise: parts of matrices, and the spread head."""
+def made_of(head: Eagle3, names: Mapping[str, str]) -> dict[str, Made]:
+    """Parts of matrices that the layout has and the checkpoint has otherwise."""
     found: dict[str, Made] = {name: Columns(names[head.combine], i, 3) for i, name in enumerate(SOURCES)}
     for name in QKV:
         found |= {f"{half}.weight": Columns(names[f"{name}.weight"], i, 2) for i, half in enumerate(halves(name))}
-    size = head.config.vocab_size
-    ids = _ids(checkpoint, names, size) if head.reduced else np.arange(size)
-    found[MATRIX] = Spread(names["lm_head.weight"], ids, size)
-    return found | {BIAS: Lacking(ids, size)} if head.reduced else found
-
-
-def _ids(checkpoint: Any, names: Mapping[str, str], size: int) -> np.ndarray:
-    """The model's token for each of the head's: int64."""
-    dtype, shape = checkpoint.describe(names["d2t"])
-    if dtype not in ("i64", "i32") or len(shape) != 1:
-        raise CheckpointError(f"{names['d2t']} is {dtype} {list(shape)}; whole numbers, one for each token, are needed")
-    data = np.frombuffer(checkpoint.tensor(names["d2t"]).data, f"<{dtype.replace('i64', 'i8').replace('i32', 'i4')}")
-    ids = np.arange(len(data)) + data
-    if len(np.unique(ids)) < len(ids) or ids.min(initial=0) < 0 or ids.max(initial=0) >= size:
-        raise CheckpointError(f"{names['d2t']} says tokens twice or outside the vocabulary of {size}")
-    return ids
+    return found

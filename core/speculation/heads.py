@@ -10,9 +10,9 @@ from typing import Any
 from ..errors import CheckpointError
 from ..models.architectures import ARCHITECTURES, find_architecture
 from ..models.config import parse_config
-from ..models.draft_heads import DraftHead, mtp_config
+from ..models.draft_heads import EMBEDDED, HIDDEN, OWN_EMBED, OWN_IDS, DraftHead, mtp_config
 from ..models.eagle3 import Eagle3
-from ..models.head_loader import check_head, load_head
+from ..models.head_loader import Columns, Made, Rows, check_head, load_head, own_ids
 from ..models.loader import LoadedModel, Place, tensor_names
 from ..weights.checkpoint import open_checkpoint
 from .companion import Companion, DraftSteps, Loading, join
@@ -21,8 +21,9 @@ from .eagle3 import UNUSED as UNUSED_THIRD
 from .eagle3 import canonical, eagle3_head, made_of
 from .on_device import BRANCHES, ModelDrafter
 
-THIRD = ("model.d2t", "model.t2d", "model.midlayer.", "model.layers.0.hidden_norm.")  # what only EAGLE-3's heads have
-UNUSED = ("model.embed_tokens.", "lm_head.", "model.lm_head.")  # the model's own, which a head's file may repeat
+THIRD = ("model.midlayer.", "model.layers.0.hidden_norm.")  # what only EAGLE-3's heads have
+# The model's own, which a head's file may repeat, and what d2t says already.
+UNUSED = ("model.embed_tokens.", "lm_head.", "model.lm_head.", "model.t2d")
 
 
 class EagleDrafter(ModelDrafter):
@@ -58,11 +59,18 @@ class Head(Companion):
 
     def load(self, model: LoadedModel, checkpoint: Any, what: str) -> LoadedModel:
         """The model with the head, whose weights are in an open checkpoint."""
-        made = made_of(self.head, self.names, checkpoint) if isinstance(self.head, Eagle3) else None
-        weights, report, size = load_head(checkpoint, self.names, self.head, self.place, made)
+        head, own = self.head, self.loading.checkpoint
+        made: dict[str, Made] = made_of(head, self.names) if isinstance(head, Eagle3) else {
+            name: Columns(self.names[head.combine], i, 2) for i, name in enumerate((EMBEDDED, HIDDEN))}
+        if head.reduced:
+            ids = own_ids(checkpoint, self.names[OWN_IDS], head.config.vocab_size)
+            made[OWN_EMBED] = Rows(own, tensor_names(own.names)["model.embed_tokens.weight"], ids)
+        weights, report, size = load_head(checkpoint, self.names, head, self.place, made)
         needed = {"embed": model.weights["embed"], "head": model.weights["head"], "draft": weights}
-        return join(model, DraftSteps(self.head.draft, needed), self.head.keep, weights, self.layers, size,
-                    [f"drafts come from {what}: {line}" for line in report], getattr(self.head, "taps", ()))
+        steps = DraftSteps(head.draft, needed, {**needed, "embed": weights["embed"]}, ids) if head.reduced else (
+            DraftSteps(head.draft, needed))
+        return join(model, steps, head.keep, weights, self.layers, size,
+                    [f"drafts come from {what}: {line}" for line in report], getattr(head, "taps", ()))
 
 
 class EagleHead(Head):
@@ -77,12 +85,16 @@ class EagleHead(Head):
             names = {(n if n.startswith(("model.", "lm_head.")) else f"model.{n}"): real
                      for n, real in tensor_names(checkpoint.names).items()}
             config, unused = _eagle_config(checkpoint.config, target), UNUSED
-            if any(n.startswith(THIRD) for n in names):
-                names = {canonical(name): real for name, real in names.items()}
-                self.head, unused = eagle3_head(checkpoint.config, config, target, "d2t" in names), UNUSED_THIRD
+            third = any(n.startswith(THIRD) for n in names)
+            names = {canonical(name) if third else name.replace("model.d2t", OWN_IDS): real
+                     for name, real in names.items()}
+            own = (checkpoint.describe(names[OWN_IDS])[1] or (0,))[0] if OWN_IDS in names else (
+                config.vocab_size if third else 0)
+            if third:
+                self.head, unused = eagle3_head(checkpoint.config, config, target, own), UNUSED_THIRD
             else:
                 self.head = DraftHead(replace(config, first_state=target.layers), target, "model.fc.weight", False,
-                                      "model.fc.bias" in names)
+                                      "model.fc.bias" in names, own)
             check_head(names, self.head, self.place, unused)
         self.names, self.layers = names, self.head.state_layers
 

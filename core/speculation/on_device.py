@@ -25,7 +25,8 @@ class ModelDrafter(Drafter):
     def __init__(self, setup: Setup):
         self._device, self._model = setup.device, setup.model
         self._page_size, self._vocab_size = setup.page_size, setup.vocab_size
-        self._steps: dict[Any, Any] = {}
+        self._steps: tuple[dict[Any, Any], dict[Any, Any]] = {}, {}
+        self._ids = self._model.ids
         self._branches = setup.options.get("branches", 0)
         self._top = np.zeros(self._branches + 1, np.int32) if self._branches else None
 
@@ -40,7 +41,8 @@ class ModelDrafter(Drafter):
         results = [(those, out.collect()) for those, out in launched]
         drafted = np.zeros((len(view.slots), len(launched)), np.int32)
         for step, (those, result) in enumerate(results):
-            drafted[those, step] = result.tokens[:len(those)]
+            tokens = result.tokens[:len(those)]
+            drafted[those, step] = tokens if self._ids is None else self._ids[tokens]
         counts = np.minimum(view.most, (np.pad(drafted, ((0, 0), (0, 1)), constant_values=self._vocab_size)
                                         >= self._vocab_size).argmax(1))
         if self._branches:
@@ -53,7 +55,8 @@ class ModelDrafter(Drafter):
         ways: list[list[tuple[float, np.ndarray]]] = [[] for _ in counts]
         so_far = np.zeros(len(counts))
         for step, (those, result) in enumerate(results):
-            for request, ids, logprobs in zip(those.tolist(), result.top_ids, result.top_logprobs, strict=False):
+            top = result.top_ids if self._ids is None else self._ids[result.top_ids]
+            for request, ids, logprobs in zip(those.tolist(), top, result.top_logprobs, strict=False):
                 if step < max(1, counts[request]):
                     ways[request] += [(so_far[request] + logprob, np.append(drafted[request, :step], token))
                                       for token, logprob in zip(ids.tolist(), logprobs.tolist(), strict=True)
@@ -76,7 +79,9 @@ class ModelDrafter(Drafter):
         pages = view.pages[rows.slots, :int(page.max()) + 1]
         slots = (pages[numbers[:-1], page] - page) * size + at
         pages[np.arange(pages.shape[1]) > page[:, None]] = 0
-        return self._device.launch_beside(self._steps, self._model, Batch(
+        after = step > 0 and self._ids is not None
+        model = self._model._replace(weights=self._model.after) if after else self._model
+        return self._device.launch_beside(self._steps[after], model, Batch(
             tokens, at, slots, numbers[:-1], rows.seqs, numbers, at + 1, pages, numbers[:-1], rows.untold,
             _sampling(rows, known + step)._replace(top_logprobs=self._top)))
 

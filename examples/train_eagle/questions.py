@@ -26,7 +26,23 @@ What are common mistakes about {}?
 Write a Python program that has to do with {}.
 Write a JSON object that describes {}.
 Tell me the history of {}.
-How could I learn more about {}?""".splitlines()
+How could I learn more about {}?
+Describe {}.
+Tell me a joke about {}.
+Tell me about {}.
+Write a paragraph about {}.
+Invent a game that has to do with {}.
+Who was important for {}, and when?
+Write a short speech about {}.
+Rewrite this sentence politely: I do not want to hear about {}.
+Translate into French: I like {}.
+What should a beginner know about {}?
+What are three surprising things about {}?
+I have a question about {}. Where should I begin?
+How is {} connected with everyday life?
+Make a plan for a week that has to do with {}.
+Write a headline and a news article about {}.
+Is {} good or bad? Give reasons.""".splitlines()
 
 SUBJECTS = """\
 photosynthesis, the French Revolution, black holes, cooking rice, learning to swim, the stock market, bicycles,
