@@ -23,10 +23,10 @@ def platform_options(pairs: tuple[str, ...]) -> dict[str, str]:
 
 
 def platforms_for(word: str) -> list[str]:
-    """Platforms whose devices are called so."""
+    """Platforms whose devices are called so, or whose title has the word."""
     claims = {name: claim for name, claim in read_claims().items() if isinstance(claim, Claim)}
     return [name for name, claim in claims.items()
-            if word and re.search(rf"\b{re.escape(word)}s?\b", claim.devices, re.IGNORECASE)]
+            if word and re.search(rf"\b{re.escape(word)}s?\b", f"{claim.devices}, {claim.title}", re.IGNORECASE)]
 
 
 def check_options(platform: str, pairs: tuple[str, ...]) -> None:

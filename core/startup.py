@@ -132,6 +132,8 @@ def _drafter(config: Config, loading: Loading) -> Companion:
     try:
         return companion(items, loading)
     except CheckpointError as error:
+        if str(error).startswith(DRAFTER):
+            raise
         raise CheckpointError(f"{DRAFTER} {','.join(items)}: {error}") from error
 
 

@@ -299,7 +299,12 @@ def test_the_banner_says_what_it_knows():
     assert "4 requests of that length" in text and "93 MiB of weights, 2.33 GiB of KV cache for 16000 tokens" in text
     assert "  weights  tensors: note 0; note 1; note 2; note 3; note 4; note 5; note 6; note 7; note 8\n" in text
     many = banner(INFO | {"report": ["a note of thirty letters"] * 9}, Config(), URL, 1, Words())
-    assert f"  weights  tensors: a note of thirty letters; 8 more (all: {URL}/server_info)\n" in many
+    two = "a note of thirty letters; a note of thirty letters"
+    assert f"  weights  tensors: {two}; 7 more (all: /server_info)\n" in many
+    long = INFO | {"report": ["14 x fp8_128 expanded to bfloat16 (no kernel on cpu)", "2 x f32 cast to bfloat16"] +
+                   ["a note"]}
+    assert ("  weights  tensors: 14 x fp8_128 expanded to bfloat16 (no kernel on ...; 2 more (all: /server_info)\n" in
+            banner(long, Config(), URL, 1, Words()))
     default = banner(INFO | {"served_name": "smollm2-135m-instruct"}, Config(), URL, 1, Words())
     assert '"model": "smollm2-135m-instruct"' in default, "the default model's name has room"
     assert '"model": "m"' in text and "cpu: the fastest found" in text

@@ -177,6 +177,18 @@ def test_seconds_are_a_number(check, capsys, word):
     assert "--seconds" in capsys.readouterr().err
 
 
+def test_another_platform_is_told_the_way(check, capsys):
+    with pytest.raises(SystemExit):
+        check.main(["tpu"])
+    assert "tpu: this checks cuda, rocm, xpu, npu; `isthmus conformance --platform=tpu`" in capsys.readouterr().err
+
+
+def test_an_environment_without_the_package_is_told_the_way():
+    bare = subprocess.run([sys.executable, "-I", "-S", FOLDER / "subject.py", "rocm"], capture_output=True, text=True)
+    assert bare.returncode == 2 and "pip install -e '.[rocm,platform-test]'" in bare.stdout, bare
+    assert bare.stdout.startswith("No module named 'isthmus") and "PYTHON=" in bare.stdout
+
+
 def test_help_is_whole(check, capsys):
     with pytest.raises(SystemExit):
         check.main(["--help"])

@@ -131,6 +131,7 @@ def test_options_of_the_file_are_those_of_the_code(name):
 
 
 @pytest.mark.parametrize("word, names", [("nvidia", ["cuda"]), ("AMD", ["rocm"]), ("intel", ["xpu"]), ("tpu", ["tpu"]),
+                                         ("metal", ["mlx"]), ("jax", ["tpu"]),
                                          ("gpu", ["cuda", "mlx", "rocm", "xpu"]), ("(", []), ("", [])])
 def test_a_platform_is_found_by_its_devices(word, names):
     assert [name for name in platforms_for(word) if name in FOLDERS] == names

@@ -94,7 +94,14 @@ def test_report_says_what_is_kept_and_what_is_expanded_and_why():
     report = load(tiny_gguf("llama3")[0]).report
     assert report[0] == "6 x q4_1 as codes of uint8, groups of 32" and "3 x f32" in report
     assert "4 x q8_0 as codes of int8, groups of 32" in report
-    assert report[-1].startswith("3 x q5_0, ") and report[-1].endswith(" expanded to float32 (no kernel on reference)")
+    expanded = [line for line in report if line.endswith(" expanded to float32 (no kernel on reference)")]
+    assert len(expanded) == 1 and expanded[0].startswith("3 x q5_0, ")
+
+
+def test_a_report_begins_with_what_most_matrices_are():
+    platform = Recorder({"linear": "only on Tuesdays"})
+    report = load(tiny_gguf("llama3")[0], platform).report
+    assert report[0].endswith(" expanded to float32 (only on Tuesdays)"), "a banner has room for the first alone"
 
 
 def test_a_format_that_the_platform_declines_for_this_dtype_is_expanded_with_its_reason():

@@ -379,5 +379,9 @@ def test_an_unknown_decoder_is_refused(tmp_path):
     library = Library(models.WordPiece({"[UNK]": 0, "a": 1}, unk_token="[UNK]"))
     library.decoder = decoders.WordPiece()
     library.save(str(tmp_path / "tokenizer.json"))
-    with pytest.raises(CheckpointError, match="the decoder WordPiece is of no known kind"):
+    with pytest.raises(CheckpointError, match="the decoder WordPiece is of no known kind; known: ByteLevel"):
+        folder_vocab(tmp_path)
+    library.decoder = None
+    library.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(CheckpointError, match="there is no decoder; known: ByteLevel"):
         folder_vocab(tmp_path)

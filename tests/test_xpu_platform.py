@@ -98,7 +98,8 @@ def test_each_lack_is_named_with_the_way_out(machine, monkeypatch):
     machine.torch = {"__version__": "2.13.0+cpu"}
     assert "built for host processors only, not for Intel GPUs" in driver.reason_against()
     machine.torch = None
-    assert driver.reason_against() == "torch is not installed: pip install 'isthmus[xpu]'"
+    assert driver.reason_against() == ("torch is not installed: first install the build of torch for Intel GPUs (XPU) "
+                                       "that its selector at pytorch.org names, then pip install 'isthmus[xpu]'")
     machine.library = False
     assert "libze_loader.so.1 cannot be loaded): install level-zero" in driver.reason_against()
     monkeypatch.setattr(os, "access", lambda *_: False)

@@ -24,6 +24,7 @@ from report import write_report, write_whole
 from steps import GRACE, Step, run_steps, steps, together
 from subject import NO_DEVICE, NoDevice, Subject, find, stamp
 
+CHECKED = ("cuda", "rocm", "xpu", "npu")
 STATUS = "steps.json"
 PAUSE = 0.05    # seconds
 ROOM = 4 << 20  # bytes that the folder must take before anything is run
@@ -84,13 +85,21 @@ def seconds(text: str) -> float:
     return value
 
 
+def checked(platform: str) -> str:
+    if platform not in CHECKED:
+        raise argparse.ArgumentTypeError(f"{platform}: this checks {', '.join(CHECKED)}; `isthmus conformance "
+                                         f"--platform={platform}` holds any other to the laws, on its device")
+    return platform
+
+
 def arguments(argv: Sequence[str]) -> argparse.Namespace:
     names = [step.name for step in steps("cuda", Path(), False)]
     parser = argparse.ArgumentParser(
         prog="ci/device_check.sh", description=__doc__, epilog=f"steps: {', '.join(names)}\n\n{END}",
         formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("platform", nargs="?", default="cuda", choices=("cuda", "rocm", "xpu", "npu"))
-    parser.add_argument("--folder", type=Path, default=Path("device_check"), help="where the results go")
+    parser.add_argument("platform", nargs="?", default="cuda", type=checked, metavar=f"{{{','.join(CHECKED)}}}",
+                        help="whose device (%(default)s); any other: isthmus conformance --platform=NAME")
+    parser.add_argument("--folder", type=Path, default=Path("device_check"), help="where the results go (%(default)s)")
     parser.add_argument("--device", choices=("own", "cpu"), default="own", help="cpu: emulated, tiny, a test")
     parser.add_argument("--seconds", type=seconds, default=475, help="for all of it (%(default)s)")
     parser.add_argument("--step", action="append", default=[], metavar="NAME",

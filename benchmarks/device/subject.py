@@ -78,8 +78,13 @@ def find(platform: str, tiny: bool, pause: Callable[[], None]) -> Subject:
 
 
 def main(name: str, *tiny: str) -> int:
-    from isthmus.core.discovery import load_platform, probe
-    from isthmus.core.platform import Unavailable
+    try:
+        from isthmus.core.discovery import load_platform, probe
+        from isthmus.core.platform import Unavailable
+    except ModuleNotFoundError as error:
+        print(f"{error} for {sys.executable}: pip install -e '.[{name},platform-test]' there, or name the Python of "
+              "the platform's environment as PYTHON=...")
+        return NO_DEVICE
     try:
         if tiny:
             from place import make_platform

@@ -19,6 +19,7 @@ ROOM = WIDTH - 2 - LABEL
 CUT = " ..."
 EVERYWHERE = {"0.0.0.0": "0.0.0.0", "::": "[::]"}
 TENSORS = "tensors: "
+ALL = " (all: /server_info)"
 HELLO = "Hi"
 
 
@@ -95,14 +96,16 @@ def _sampling(advice: str, config: Config) -> str:
     return "; ".join(said)
 
 
-def _weights(notes: list[str], url: str) -> str:
-    """The notes on one line; where they are too long for it, as much of the first as there is room for."""
+def _weights(notes: list[str]) -> str:
+    """The notes on one line; where they are too long for it, as many as there is room for, or part of the first."""
     notes = [TENSORS + notes[0], *notes[1:]]
-    if len(whole := "; ".join(notes)) <= ROOM:
-        return whole
-    rest = (f"; {len(notes) - 1} more" if len(notes) > 1 else "") + f" (all: {url}/server_info)"
-    room = ROOM - len(rest)
-    return (notes[0] if len(notes[0]) <= room else notes[0][:room - len(CUT)].rstrip() + CUT) + rest
+    for told in range(len(notes), 0, -1):
+        left = len(notes) - told
+        rest = f"; {left} more{ALL}" if left else ""
+        if len(line := "; ".join(notes[:told]) + rest) <= ROOM:
+            return line
+    rest = CUT + (rest or ALL)
+    return notes[0][:ROOM - len(rest)].rstrip() + rest
 
 
 def banner(info: Mapping[str, Any], config: Config, url: str, seconds: float, text: Any) -> str:
@@ -115,7 +118,7 @@ def banner(info: Mapping[str, Any], config: Config, url: str, seconds: float, te
     sent = "'<your key>'" if key else "none"
     rows = [
         ("model", _cut(f"{model}, computed in {DTYPES.get(info['dtype'], info['dtype'])}")),
-        *([("weights", _weights(list(info["report"]), url))] if info["report"] else []),
+        *([("weights", _weights(list(info["report"])))] if info["report"] else []),
         ("platform", _platform(info)),
         ("memory", _cut(_memory(info, tokens))),
         ("context", f"{context} tokens; {count(at_once, 'request')} of that length at once, at most "

@@ -39,7 +39,7 @@ class Fields:
         """A whole number in low..high; a float such as 8.0 counts."""
         value = self.get(key, default)
         if not _is_number(value) or value != int(value) or not low <= value <= high:
-            raise self.error(key, value, f"a whole number from {low} to {high}")
+            raise self.error(key, value, f"a whole number from {low} to {high}" if low < high else str(low))
         return int(value)
 
     def number(self, key: str, default: Any = _REQUIRED, low: float = 0.0, high: float = math.inf) -> float:

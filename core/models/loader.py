@@ -300,16 +300,18 @@ class _Placer:
         return tree
 
     def report(self) -> list[str]:
-        """Lines for people: the matrices by format, then those that were expanded by reason."""
-        lines = []
+        """Lines for people: the matrices by format, and those that were expanded by reason, the most first."""
+        told = []
         for (name, how), count in self.kept.most_common():
             how = how and f" as {how}"
             if name in DENSE:
                 how = "" if name == self.dtype else f" cast to {DENSE[self.dtype]}"
-            lines.append(f"{count} x {name}{how}")
+            told.append((count, f"{count} x {name}{how}"))
         for reason in dict.fromkeys(reason for _, reason in self.expanded):
-            formats = ", ".join(f"{n} x {name}" for (name, why), n in self.expanded.most_common() if why == reason)
-            lines.append(f"{formats} expanded to {DENSE[self.dtype]} ({reason})")
+            counts = {name: n for (name, why), n in self.expanded.most_common() if why == reason}
+            formats = ", ".join(f"{n} x {name}" for name, n in counts.items())
+            told.append((sum(counts.values()), f"{formats} expanded to {DENSE[self.dtype]} ({reason})"))
+        lines = [line for _, line in sorted(told, key=lambda pair: -pair[0])]
         if self.static:
             used, total = self.static[True], self.static.total()
             lines.append(f"calibrated scales of activations: used for {used} of {total} weights" + (

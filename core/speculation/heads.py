@@ -134,7 +134,7 @@ class MtpLayer(Head):
         self.names = {ours + name.removeprefix(prefix): real
                       for name, real in tensor_names(loading.checkpoint.names).items() if name.startswith(prefix)}
         if not self.names:
-            raise CheckpointError(f"--speculative mtp: {target.name} has no MTP layer, which would be called {prefix}* "
+            raise CheckpointError(f"{target.name} has no MTP layer, which would be called {prefix}* "
                                   "(some publishers leave it out); ngram and suffix need none")
         self.head = DraftHead(mtp_config(target, target.layers), target, ours + "eh_proj.weight", True)
         # Embedding and head are copies of the model's.

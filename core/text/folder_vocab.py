@@ -114,8 +114,8 @@ def _decoding(path: Path, library: Library) -> tuple[str, bool]:
         return "spm", steps["Metaspace"].get("prepend_scheme") != "never"
     if "Replace" in steps or "ByteFallback" in steps:
         return "spm", "Strip" in steps
-    raise CheckpointError(f"{path}: the decoder {', '.join(steps) or 'is missing and'} is of no known kind; "
-                          "known: ByteLevel, Metaspace, ByteFallback")
+    told = f"the decoder {', '.join(steps)} is of no known kind" if steps else "there is no decoder"
+    raise CheckpointError(f"{path}: {told}; known: ByteLevel, Metaspace, ByteFallback")
 
 
 def _template(folder: Path, settings: dict[str, Any]) -> str | None:

@@ -5,6 +5,8 @@ import ast
 from importlib.util import find_spec
 from pathlib import Path
 
+INDEXED = "cuda"  # what torch from a package index is built for, on Linux
+
 
 def torch_build() -> dict[str, str] | None:
     """What torch says of its build: "__version__" and, where it was built for them, "cuda", "hip" and "xpu" with their
@@ -28,10 +30,11 @@ def torch_build() -> dict[str, str] | None:
 def reason_against_build(platform: str, kind: str, device: str) -> str | None:
     """Why the installed torch cannot drive this kind of device ("cuda", "hip", "xpu"), and the way out."""
     build = torch_build()
+    wanted = f"install the build of torch for {device} that its selector at pytorch.org names"
     if build is None:
-        return f"torch is not installed: pip install 'isthmus[{platform}]'"
+        extra = f"pip install 'isthmus[{platform}]'"
+        return f"torch is not installed: {extra if kind == INDEXED else f'first {wanted}, then {extra}'}"
     if kind in build:
         return None
     others = next((name for name in ("cuda", "hip", "xpu") if name in build), "host processors only")
-    return (f"torch {build.get('__version__', 'unknown')} was built for {others}, not for {device}: install the build "
-            f"of torch for {device} that its selector at pytorch.org names")
+    return f"torch {build.get('__version__', 'unknown')} was built for {others}, not for {device}: {wanted}"
