@@ -189,7 +189,7 @@ class EngineCore:
     def command(self, name: str, **arguments: Any) -> dict[str, Any]:
         """Administrative calls: "stats", "flush_cache", "ping", "verify", "pin" (session, ttl), "unpin" (session).
         Raises ValueError for another name, `RequestError` for what cannot be done. Of adapters: "read_adapter" (lora,
-        path, replace), "add_adapter" (and number), "remove_adapter" (lora), "adapters"."""
+        path, replace), "add_adapter" (and number; or give_up), "remove_adapter" (lora), "adapters"."""
         if (answer := self.adapters.before(name, **arguments)) is not None:
             return answer
         if name == "embed":

@@ -8,8 +8,9 @@ import yaml
 from isthmus.core.bench.tune import Knob, Log, OutOfTime, Search, Trial, merged, yaml_text
 from isthmus.core.cli import tune
 from isthmus.core.cli.main import main
+from isthmus.core.config import Config
 from isthmus.core.errors import ConfigError
-from isthmus.core.settings import read_file, resolve
+from isthmus.core.settings import list_settings, read_file, resolve, value_of
 
 from .checkpoints import tiny_llama_gguf
 
@@ -156,6 +157,21 @@ def test_the_file_is_one_that_serve_takes(tmp_path):
     assert resolve({}, {}, tmp_path / "y.yaml").config.speculation.speculative == ("ngram", "tokens=4")
     (tmp_path / "y.yaml").write_text(yaml_text({"speculative": ()}, ()))
     assert resolve({}, {}, tmp_path / "y.yaml").config.speculation.speculative == ()
+
+
+def test_trials_write_no_files_and_obey_no_variables(tmp_path):
+    """Those of the server that the settings are for; and a variable would win over the values that are tried."""
+    given = {name: "x" for name in tune.KEPT}
+    settings = tune.trial_settings(given | {"model": "m", "chunked_prefill_size": 64}, {"chunked_prefill_size": 128})
+    assert settings == {"model": "m", "chunked_prefill_size": 128}
+    (tmp_path / "x.yaml").write_text(yaml_text(settings, ()))
+    variables = {"ISTHMUS_CHUNKED_PREFILL_SIZE": "64", "ISTHMUS_DUMP_REQUESTS": "x", "ISTHMUS_API_KEY": "k"}
+    quiet = resolve({}, variables | tune.quiet_environment(), tmp_path / "x.yaml").config
+    assert (quiet.scheduler.chunked_prefill_size, quiet.server.dump_requests) == (128, None)
+    assert quiet.server.api_key == "k", "the trials are asked with it"
+    known = list_settings()
+    assert not set(tune.KEPT) - known.keys() and all(
+        value_of(Config(), known[name]) in (None, "temporary") for name in tune.KEPT)
 
 
 def test_knobs_that_people_name():

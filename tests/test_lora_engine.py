@@ -1,6 +1,7 @@
 """Adapters in the engine: each request as on a model with its adapter merged, whatever else is in batch and cache."""
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 
 import numpy as np
@@ -200,6 +201,46 @@ def refuse(engine: EngineCore, name: str, monkeypatch) -> None:
     monkeypatch.setattr(engine.adapters, "_place", place)
 
 
+class Folders:
+    """Reads adapters: those whose path has "hang" only when `free` is set."""
+
+    def __init__(self, real):
+        self.real, self.free, self.begun = real, threading.Event(), threading.Semaphore(0)
+
+    def __call__(self, path: str):
+        self.begun.release()
+        if "hang" in path:
+            assert self.free.wait(60)
+            path = path.removeprefix("hang")
+        return self.real(path)
+
+
+def test_a_folder_that_hangs_holds_nobody_up_once_it_is_given_up(files, right):
+    engine = EngineCore(config(files[1][""], max_loras=2, max_lora_adapters=2, max_lora_rank=32))
+    engine.adapters._read = folders = Folders(engine.adapters._read)
+    hangs, waits = ({"lora": name, "path": path, "replace": 0.0} for name, path in (
+        ("law", f"hang{files[0]['law']}"), ("sql", str(files[0]["sql"]))))
+    engine.command("read_adapter", **hangs)
+    assert folders.begun.acquire(timeout=60)
+    engine.command("read_adapter", **waits)
+    with pytest.raises(RequestError, match="the limit is 2"):
+        engine.command("read_adapter", lora="poem", path="x", replace=0.0)
+    assert engine.command("add_adapter", **waits, number=5)["reading"], "there is one thread"
+    assert engine.command("add_adapter", **hangs, number=4, give_up=1.0) == {"reading": False}
+    while engine.command("add_adapter", **waits, number=5).get("reading"):
+        pass
+    submit(engine, "a", WORK["a"][1], "sql")
+    assert run(engine)["a"] == right["a"]
+    with pytest.raises(RequestError, match="is not being read"):
+        engine.command("add_adapter", **hangs, number=4)
+    folders.free.set()
+    assert engine.command("add_adapter", **hangs, number=4, give_up=1.0) == {"reading": False}, "twice is once"
+    load(engine, "law", files[0]["law"], 6)  # its room is free again
+    submit(engine, "d", WORK["d"][1], "law")
+    assert run(engine)["d"] == right["d"]
+    engine.close()
+
+
 def ends(engine: EngineCore) -> tuple[dict[str, list[int]], list[tuple[str, str]]]:
     """Tokens, and the errors of requests that ended with one."""
     found, errors = {}, []
@@ -230,6 +271,34 @@ def test_so_do_those_that_run_when_the_slots_change(files, right, monkeypatch):
     submit(engine, "d", WORK["d"][1], "law")
     found, errors = ends(engine)
     assert found["d"] == right["d"] and errors == [("a", "adapter 'sql' cannot be placed: MemoryError")]
+    engine.scheduler.verify()
+    engine.close()
+
+
+def test_what_went_alone_may_not_go_again(files, right, monkeypatch):
+    """The device has no memory left when those that fitted one by one are placed for good: their requests end, and
+    the engine serves the others."""
+    engine = EngineCore(config(files[1][""], {"sql": files[0]["sql"], "law": files[0]["law"]}, max_loras=2))
+    submit(engine, "b", WORK["b"][1])
+    begun, tried = run(engine, until=lambda: engine.steps >= 2), []
+
+    def place(numbers, real=engine.adapters._place):
+        tried.append(tuple(numbers))
+        if tried.count(tuple(numbers)) > 1 or len(tried) == 1:
+            raise MemoryError
+        real(numbers)
+    monkeypatch.setattr(engine.adapters, "_place", place)
+    engine.adapters.stale = True
+    submit(engine, "a", WORK["a"][1], "sql")
+    submit(engine, "d", WORK["d"][1], "law")
+    found, errors = ends(engine)
+    assert begun.get("b", []) + found["b"] == right["b"] and sorted(id for id, _ in errors) == ["a", "d"]
+    assert all("cannot be placed: MemoryError" in why for _, why in errors) and engine.adapters.placed is None
+    assert engine.adapters.list() == [] and len(tried) == 4
+    monkeypatch.undo()
+    load(engine, "law", files[0]["law"], 6)
+    submit(engine, "g", WORK["g"][1], "law")
+    assert run(engine)["g"] == right["g"]
     engine.scheduler.verify()
     engine.close()
 

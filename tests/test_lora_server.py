@@ -143,7 +143,7 @@ class Engines:
     """A client whose engine knows one adapter at each start. idle: until somebody waits for it."""
 
     def __init__(self):
-        self.asked, self.idle, self.info, self.refuses = [], False, {}, ""
+        self.asked, self.idle, self.info, self.refuses, self.hangs = [], False, {}, "", ""
         self.begin()
 
     def begin(self):
@@ -156,11 +156,14 @@ class Engines:
             await self.on_start()
 
     async def compute(self, name, timeout, lora, **arguments):
+        if arguments.get("give_up"):
+            self.given_up = lora, arguments["path"]
+            return {"reading": False}
         self.asked.append((name, lora))
         if self.refuses == lora and name == "read_adapter":
             raise RequestError("it is not there any more")
         kept = [known for known in self.info["adapters"] if known["name"] != lora]
-        if name == "add_adapter" and len(self.asked) % 2:
+        if name == "add_adapter" and (len(self.asked) % 2 or lora == self.hangs):
             return {"reading": True}
         if name == "add_adapter":
             kept.append({"name": lora, "number": int(arguments["number"]), "path": arguments["path"], "loaded": 0.0})
@@ -209,6 +212,32 @@ def test_adapters_come_and_go_while_the_model_rests(engines):
         await catalogue.load("z", "/z", False)
         assert not client.idle and list(catalogue.known) == ["y", "z"]
         assert [known["name"] for known in client.info["adapters"]] == ["y", "z"]
+    asyncio.run(live())
+
+
+def test_files_that_are_read_for_ever_are_given_up(engines, monkeypatch):
+    client, catalogue = engines
+    monkeypatch.setattr("isthmus.core.server.adapters.READ_S", 10.0)
+    monkeypatch.setattr("isthmus.core.server.adapters.POLL_S", 1.0)
+    monkeypatch.setattr("isthmus.core.server.adapters.asyncio.sleep", lambda _, real=asyncio.sleep: real(0))
+    client.hangs = "x"
+
+    async def live():
+        await client.on_start()
+        with pytest.raises(RequestError, match="'x': '/x' is still being read after 10 s") as error:
+            await catalogue.load("x", "/x", False)
+        assert (error.value.status, error.value.param) == (504, "lora_path")
+        assert client.asked == [("read_adapter", "x"), *[("add_adapter", "x")] * 10]
+        waits = asyncio.ensure_future(catalogue.load("x", "/again", False))
+        while client.asked[-1][0] != "add_adapter" or len(client.asked) == 11:
+            await asyncio.sleep(0)
+        assert client.given_up == ("x", "/x")
+        waits.cancel()  # the server ends
+        with pytest.raises(asyncio.CancelledError):
+            await waits
+        while client.given_up != ("x", "/again"):
+            await asyncio.sleep(0)
+        assert list(catalogue.known) == ["start"]
     asyncio.run(live())
 
 

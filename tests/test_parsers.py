@@ -27,6 +27,7 @@ from isthmus.core.parsers.literals import Literals
 from isthmus.core.parsers.reader import MAX_CALL, Malformed
 from isthmus.core.text import ChatTemplate
 
+from .effort import at_most
 from .reply_samples import BROKEN, FILE, PING, ROME, SAMPLES, TOOLS
 
 COST = 12  # seconds
@@ -163,6 +164,15 @@ def test_floods_are_over_at_once(name, unit):
     content, _, calls, _ = parse(plain(name), [text[i:i + 40] for i in range(0, len(text), 40)])
     assert len(content) <= len(text) and not calls
     assert parse(plain(name), [text])[0] == content
+
+
+def test_headers_without_messages_are_not_joined_anew():
+    """What is kept of a hundred thousand of them is what says whom the message is for."""
+    parser = plain("harmony")
+    head = "<|channel|>to=functions.ping" + "<|channel|>to=functions.other" * 100_000
+    with at_most(60):  # joined, they would be 150 GB
+        events = parser.feed(head + '<|message|>{"a": 1}<|call|>') + parser.finish()
+    assert [event.name for event in events if isinstance(event, CallBegin)] == ["ping"]
 
 
 def test_what_is_held_is_bounded():

@@ -329,6 +329,23 @@ def test_only_so_many_run_in_the_background(made, http, monkeypatch):
     assert http.get(f"/v1/responses/{ids[0]}").status_code == 404 and len(made.client.aborts) == 2
 
 
+def test_what_runs_in_the_background_keeps_only_so_many_bytes_of_requests():
+    made = make_app(server={"max_body": "4000"})
+    unread = [{"type": "reasoning", "summary": [], "encrypted_content": "x" * 3000}, {"role": "user", "content": "Hi"}]
+    with TestClient(made.app) as http:
+        made.client.hold = 1
+        background, ids = made.app.state.server.responses.background, []
+        while (response := ask(http, background=True, input=unread)).status_code == 200:
+            ids.append(response.json()["id"])
+        assert response.status_code == 429 and "16000" in response.json()["error"]["message"] and len(ids) == 5
+        assert 15000 < background.held <= 16000
+        assert http.delete(f"/v1/responses/{ids[0]}").json()["deleted"]
+        assert answer(http, background=True)["status"] in ("queued", "in_progress"), "there is room again"
+        for id in ids[1:]:
+            http.delete(f"/v1/responses/{id}")
+        assert background.held < 200
+
+
 def test_events_of_the_background_are_bounded(made, http, monkeypatch):
     monkeypatch.setattr("isthmus.core.server.responses.background.MAX_EVENTS", 4000)
     id = answer(http, background=True, stream=False, max_output_tokens=200)["id"]

@@ -16,7 +16,6 @@ from isthmus.core.config import Config, ModelSettings, ServerSettings
 from isthmus.core.errors import ConfigError, IsthmusError, RequestError
 from isthmus.core.server import access
 from isthmus.core.server.access import Access, access_of, host_name
-from isthmus.core.server.context import Running
 from isthmus.core.server.limits import MAX_TOKENIZE
 from starlette.testclient import TestClient
 
@@ -90,7 +89,7 @@ def test_a_tenant_ends_only_its_own_requests():
             return http.post("/abort_request", json=body, headers=bearer(key))
 
         caller = server.caller(type("R", (), {"scope": asked("POST", "/", authorization="Bearer a")}))
-        server.running["r"] = Running(("r",), caller.tenant)
+        server.running[caller.tenant, "r"] = ("r",)
         assert end("b", rid="r").json() == {"aborted": 0} and not ended
         assert code(end("a", abort_all=True)) == (403, "admin_key_required")
         assert end("a", rid="r").json() == {"aborted": 1}

@@ -2,14 +2,15 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from isthmus.core.errors import IsthmusError, Overloaded
-from isthmus.core.server.context import Running
 from isthmus.core.server.metrics import Metrics
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
+from .effort import until
 from .fake_client import CONTEXT, END, START, TEXT, VOCAB, fixtures, make_app
 
 HI = [{"role": "user", "content": "Hi"}]
@@ -104,14 +105,26 @@ def test_generate_default_length(made, http):
 
 
 def test_a_running_rid_is_not_taken_twice(made, http):
-    made.app.state.server.running["r"] = Running(("r",), "")
+    running = made.app.state.server.running
+    running["", "r"] = ("r",)
     assert param_of(generate(http, text="a", rid="r")) == "rid"
-    del made.app.state.server.running["r"]
-    good(generate(http, text="a", rid="r"))
+    running["other", "r"] = running.pop(("", "r"))
+    good(generate(http, text="a", rid="r"))  # what other tenants call theirs is nobody's business
+
+
+def test_no_two_requests_have_one_name_in_the_engine(made, http):
+    made.client.hold = 1
+    with ThreadPoolExecutor(2) as pool:
+        two, one = (pool.submit(generate, http, text="a", rid=rid, params={"n": n})
+                    for rid, n in (("r", 2), ("r-0", 1)))
+        until(lambda: len(made.client.submits) == 3)
+        assert len({submit.id for submit in made.client.submits}) == 3
+        assert good(http.post("/abort_request", json={"rid": "r-0"})) == {"aborted": 1} and one.result(60)
+        assert good(http.post("/abort_request", json={"rid": "r"})) == {"aborted": 2} and two.result(60)
 
 
 def test_abort_request_forms(made, http):
-    made.app.state.server.running.update({"a": Running(("a-0", "a-1"), ""), "b": Running(("b",), "")})
+    made.app.state.server.running.update({("", "a"): ("a-0", "a-1"), ("", "b"): ("b",)})
     aborted = []
 
     async def abort(id):

@@ -197,7 +197,7 @@ def test_an_abort_by_the_server_is_an_error_to_the_client(stream):
         while not made.client.submits:
             await asyncio.sleep(0.005)
         await asyncio.sleep(0.02)
-        id = next(iter(made.app.state.server.running))
+        (_, id), = made.app.state.server.running
         sent = await drive(made.app, "/abort_request", json.dumps({"rid": id}).encode())
         assert json.loads(sent[1]["body"]) == {"aborted": 1}
         return await call

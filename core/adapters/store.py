@@ -186,7 +186,8 @@ class Adapters:
 
     def before(self, command: str, **arguments: Any) -> dict[str, Any] | None:
         """What of a command is no business of a recording: reading files, beside the loop. "read_adapter" begins it;
-        "add_adapter" is answered {"reading": true} until it is done, and raises what is wrong with the files."""
+        "add_adapter" is answered {"reading": true} until it is done, and raises what is wrong with the files; with
+        `give_up` nobody will come for it."""
         if self._read is None or command not in ("read_adapter", "add_adapter"):
             return None
         name, path, replace = arguments["lora"], arguments["path"], arguments.get("replace", 0.0)
@@ -194,10 +195,11 @@ class Adapters:
             if name in self._reading and self._reading[name][1].done():  # nobody has come for it
                 del self._reading[name]
             self._check_room(name, replace)
-            if self._worker is None:
-                self._worker = ThreadPoolExecutor(1, "adapters")
-            self._reading[name] = path, self._worker.submit(self._read, path)
+            self._begin(name, path)
             return {"reading": True}
+        if arguments.get("give_up"):
+            self._give_up(name, path)
+            return {"reading": False}
         if self._reading.get(name, ("",))[0] != path:  # another load of the name began when this one was not looked at
             raise RequestError(f"adapter {name!r} is not being read from {shown(path)}: load it again", status=409,
                                param="lora_name", code="load_lost")
@@ -281,6 +283,23 @@ class Adapters:
 
     # ---- inside
 
+    def _begin(self, name: str, path: str) -> None:
+        if self._worker is None:
+            self._worker = ThreadPoolExecutor(1, "adapters")
+        self._reading[name] = path, self._worker.submit(self._read, path)
+
+    def _give_up(self, name: str, path: str) -> None:
+        """Forget a load. If its files are being read that may never end: the others get another thread."""
+        if self._reading.get(name, ("",))[0] != path:
+            return
+        _, future = self._reading.pop(name)
+        if future.cancel() or future.done():
+            return
+        self._worker = None
+        for other, (its, waiting) in list(self._reading.items()):
+            if waiting.cancel():
+                self._begin(other, its)
+
     def _named(self, name: str) -> list[Known]:
         return [known for known in self._known.values() if known.name == name and not known.leaving]
 
@@ -328,11 +347,18 @@ class Adapters:
                     self._place([*kept[:slot], number, *kept[slot + 1:]])
                     kept[slot] = number
                 except Exception as error:
-                    why = str(error) if isinstance(error, IsthmusError | Unsupported) else type(error).__name__
-                    failed[number] = f"adapter {self._known[number].name!r} cannot be placed: {cut(why, 500)}"
-        self.placed = None
-        self._place(kept)
+                    failed[number] = self._why_not(number, error)
+        try:
+            self.placed = None
+            self._place(kept)
+        except Exception as error:  # what went a moment ago may not go again
+            self.placed = None
+            failed |= {number: self._why_not(number, error) for number in kept if number}
         return failed
+
+    def _why_not(self, number: int, error: Exception) -> str:
+        why = str(error) if isinstance(error, IsthmusError | Unsupported) else type(error).__name__
+        return f"adapter {self._known[number].name!r} cannot be placed: {cut(why, 500)}"
 
     def drop(self, number: int) -> None:
         """An adapter that cannot be placed, when no request uses it any more."""

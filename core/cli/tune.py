@@ -32,6 +32,8 @@ DEFAULTS = {"chunked_prefill_size": (64, 128, 256, 512, 1024, 2048, 4096),
             "speculative": ((), *(("ngram", f"tokens={n}") for n in (2, 4, 8)))}
 OFF = "off"  # of a setting that is a list
 PRIVATE = ("api_key", "admin_api_key", "host", "port", "tls_cert", "tls_key")
+# What a server leaves in files and sends to addresses: those of the one that the settings are for, not of trials.
+KEPT = ("response_store", "dump_requests", "record", "kv_events", "kv_events_replay", "otlp_endpoint")
 OPTION = "platform_option:"
 
 
@@ -198,12 +200,12 @@ class Trials:
         from ..bench.drive import run_loop
         from ..bench.servers import Started
         from ..bench.serving import measure, warm_up
-        from ..bench.tune import SCREEN, merged, yaml_text
+        from ..bench.tune import SCREEN, yaml_text
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "trial.yaml")
-            path.write_text(yaml_text(merged(self.base, changes), ()), "utf-8")
+            path.write_text(yaml_text(trial_settings(self.base, changes), ()), "utf-8")
             ends = time.monotonic() + limit
-            with Started(f"isthmus serve --config {path}", limit) as started:
+            with Started(f"isthmus serve --config {path}", limit, quiet_environment()) as started:
                 server = find_server(started.url, None, self.key, self.arguments.turns > 1,
                                      min(limit, self.arguments.timeout))
                 self.platform = str(server.subject["server"].get("platform", ""))
@@ -219,6 +221,17 @@ class Trials:
                         await warm_up(server, 2)
                         return await measure(server, workload, self.load, self.slo)
                 return dict(run_loop(bounded()).figures)
+
+
+def trial_settings(base: Settings, changes: Settings) -> dict[str, Any]:
+    """Of a server that is only measured."""
+    from ..bench.tune import merged
+    return {name: value for name, value in merged(base, changes).items() if name not in KEPT}
+
+
+def quiet_environment() -> dict[str, str]:
+    """Variables that count as unset: what they say is in a trial's file, over which they would win."""
+    return {setting.variable: "" for name, setting in list_settings().items() if name not in PRIVATE}
 
 
 def shown_changes(changes: Settings) -> str:

@@ -30,12 +30,12 @@ class HarmonyReader(CallReader):
 
     def read(self) -> Step:
         mark = yield from self.until(*BORDERS)  # a reply without channels is content
-        head = ""
+        recipient = ""
         while mark:
             if mark in (START, CHANNEL):
-                mark, head = yield from self._message(mark, head if mark == CHANNEL else "")
+                mark, recipient = yield from self._message(mark, recipient if mark == CHANNEL else "")
             else:
-                head = ""
+                recipient = ""
                 mark = yield from self._between()
         self.thinking = False
         self.end()
@@ -45,8 +45,9 @@ class HarmonyReader(CallReader):
         self._kind = Content
         return (yield from self.until(*BORDERS))
 
-    def _message(self, mark: str, head: str) -> Generator[None, None, tuple[str, str]]:
-        """One message, from its header on: what ended it, and what of a header was read without a message."""
+    def _message(self, mark: str, recipient: str) -> Generator[None, None, tuple[str, str]]:
+        """One message, from its header on: what ended it, and the recipient in what of a header was read without a
+        message; `recipient`: the one in what was read before."""
         self.hold(mark)
         try:
             text, end = yield from self.capture(MESSAGE, *BORDERS)
@@ -57,14 +58,13 @@ class HarmonyReader(CallReader):
             self.give_back()
             return (yield from self._between()), ""
         self.release()
-        head += mark + text
+        found = _RECIPIENT.search(text)
+        recipient = recipient or (found[1] if found else "")
         if end != MESSAGE:
-            return end, head if end == CHANNEL else ""
-        recipient = _RECIPIENT.search(head)
-        if recipient is not None:
-            return (yield from self._call(recipient[1])), ""
-        channel = head.rpartition(CHANNEL)[2].strip()
-        self.thinking = channel.startswith("analysis")
+            return end, recipient
+        if recipient:
+            return (yield from self._call(recipient)), ""
+        self.thinking = mark == CHANNEL and text.strip().startswith("analysis")
         self._kind = Reasoning if self.thinking else Content
         self._flush()
         mark = yield from self.until(*BORDERS)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 POLL_S = 0.05       # between two questions whether files are read, or the last request has ended
+READ_S = 600.0      # after which files that are still being read are not waited for: a network folder may hang
 UNLOAD_S = 30.0     # after which who unloads an adapter is told how many requests still use it
 ASK_S = 600.0       # for an answer of the engine, which comes between two steps; one may be compiled for long
 FIRST = 1_000_001   # number of the first adapter that comes at run time: one number means one adapter, also after the
@@ -91,8 +92,18 @@ class Catalogue:
         words: dict[str, Any] = {"lora": name, "path": path, "replace": float(replace)}
         await self._ask("read_adapter", **words)
         words["number"] = float(next(self._numbers) if number is None else number)
-        while (answer := await self._ask("add_adapter", **words)).get("reading"):
-            await asyncio.sleep(POLL_S)
+        left = READ_S / POLL_S
+        try:
+            while (answer := await self._ask("add_adapter", **words)).get("reading"):
+                if (left := left - 1) <= 0:
+                    raise RequestError(f"adapter {name!r}: {shown(path)} is still being read after {READ_S:g} s, which "
+                                       "is not waited for: is its folder within reach of the server?", status=504,
+                                       param="lora_path", code="load_timeout")
+                await asyncio.sleep(POLL_S)
+        except BaseException:
+            forget = asyncio.ensure_future(self._ask("add_adapter", **words, give_up=1.0))
+            forget.add_done_callback(lambda done: done.cancelled() or done.exception())
+            raise
         self._server.info["adapters"] = answer["adapters"]
 
     async def unload(self, name: str) -> int:

@@ -1,12 +1,13 @@
 """What all endpoints share: the engine's client, the text service, limits, metrics and the running requests."""
 from __future__ import annotations
 
+import itertools
 import secrets
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 
@@ -33,27 +34,21 @@ from .validate import Bounds
 T = TypeVar("T")
 
 
-class Running(NamedTuple):
-    """One HTTP request that generates: ids of its engine requests, and whose it is."""
-
-    ids: tuple[str, ...]
-    tenant: str
-
-
 class Server:
     """State of one app.
 
-    client: an `EngineClient`. running: by id, the HTTP requests that generate. warned:
-    ignored fields that the log has told of. isolates: tenants share no cached pages. secret: without it nobody can tell
-    a key from its tenant's name. access: who may ask for what. parsers: what reads the model's replies. responses:
-    what `/v1/responses` keeps. adapters: those of the model.
+    client: an `EngineClient`. running: the HTTP requests that generate, by tenant and id, with the names of their
+    engine requests, which `serial` makes different. warned: ignored fields that the log has told of. isolates: tenants
+    share no cached pages. secret: without it nobody can tell a key from its tenant's name. access: who may ask for
+    what. parsers: what reads the model's replies. responses: what `/v1/responses` keeps. adapters: those of the model.
     """
 
     def __init__(self, client: Any, text: TextService, config: Config):
         self.client, self.text, self.config = client, text, config
         self.bodies = Bodies(size_bytes(config.server.max_body))
         self.created = int(time.time())
-        self.running: dict[str, Running] = {}
+        self.running: dict[tuple[str, str], tuple[str, ...]] = {}
+        self.serial = itertools.count()
         self.warned: set[str] = set()
         self.metrics = Metrics(config.server.metric_names)
         self.threads = Threads()

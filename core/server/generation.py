@@ -15,7 +15,7 @@ from msgspec import UNSET, UnsetType
 from ..errors import EngineStopped, RequestError
 from ..messages import Logprobs, SamplingParams, Submit, TextOutput, Watch, pack_ids
 from ..processes.backlog import Tap, output_size
-from .context import Running, Server
+from .context import Server
 from .errors import ABORTED
 from .metrics import Clock
 from .protocol import StreamOptions
@@ -123,18 +123,20 @@ class Generation:
     async def outputs(self, tap: Tap | None = None) -> AsyncIterator[tuple[int, TextOutput]]:
         """(choice, output) pairs as they come. Closing this early, or cancelling its task, aborts what still runs. tap:
         of a single choice, see `EngineClient.generate`."""
-        if self.id in self.server.running:
+        key = self.terms.tenant, self.id
+        if key in self.server.running:
             raise RequestError(f"request id {self.id!r} is in use", param="rid")
-        ids = [self.id] if len(self.choices) == 1 else [f"{self.id}-{i}" for i in range(len(self.choices))]
+        name = f"{self.id}~{next(self.server.serial)}"  # another tenant may have this id, and another request this-0
+        ids = [name] if len(self.choices) == 1 else [f"{name}-{i}" for i in range(len(self.choices))]
         self.server.metrics.call(self.n)
-        self.server.running[self.id] = Running(tuple(ids), self.terms.tenant)
+        self.server.running[key] = tuple(ids)
         try:
             merged = self._one(0, ids[0], tap) if len(ids) == 1 else self._merge(ids)
             async with aclosing(merged):
                 async for pair in merged:
                     yield pair
         finally:
-            del self.server.running[self.id]
+            del self.server.running[key]
 
     async def _one(self, index: int, id: str, tap: Tap | None = None) -> AsyncIterator[tuple[int, TextOutput]]:
         prompt = self.choices[index].prompt

@@ -218,12 +218,11 @@ async def abort_request(server: Server, request: Request) -> Response:
     if body.get("abort_all") is True:
         if (error := server.access.not_admin(request.scope["headers"], "abort_all")) is not None:
             raise error
-        ids = [id for running in server.running.values() for id in running.ids]
+        ids = [id for ids in server.running.values() for id in ids]
     elif isinstance(body.get("rid"), str):
-        found = server.running.get(body["rid"])
-        may = found is not None and (found.tenant == server.caller(request).tenant
-                                     or server.access.is_admin(request.scope["headers"]))
-        ids = list(found.ids) if found is not None and may else []
+        mine, admin = server.caller(request).tenant, server.access.is_admin(request.scope["headers"])
+        ids = [id for (tenant, rid), ids in server.running.items() for id in ids
+               if rid == body["rid"] and (admin or tenant == mine)]
     else:
         raise RequestError("rid (a string) or abort_all (true) is required", param="rid")
     for id in ids:

@@ -50,7 +50,8 @@ def start(kept: Kept, server: Server, caller: Caller, body: bytes) -> ResponseAn
     with renamed(turns.names):
         call = fitting(lambda messages: prepare(server, caller, chat_request(asked, messages), id), turns.messages,
                        asked.truncation == "auto")
-    return ResponseAnswer(server, call, asked, kept, turns)
+    return ResponseAnswer(server, call, asked, kept, turns,
+                          len(body) + len(encode_json(turns.messages)) if asked.background else 0)
 
 
 class Turns(NamedTuple):
@@ -117,13 +118,15 @@ def response_object(server: Server, call: ChatCall, asked: ResponsesRequest, sto
 
 
 class ResponseAnswer(RenderedAnswer):
-    """A response as it grows. items: the request's own. builder: what the client is told."""
+    """A response as it grows. items: the request's own. builder: what the client is told. size: bytes that one in the
+    background keeps of its request, and of the conversation that it goes on with."""
 
     framing = RESPONSES
 
-    def __init__(self, server: Server, call: ChatCall, asked: ResponsesRequest, kept: Kept, turns: Turns):
+    def __init__(self, server: Server, call: ChatCall, asked: ResponsesRequest, kept: Kept, turns: Turns,
+                 size: int):
         super().__init__(server, call, asked, turns.names)
-        self.kept, self.items = kept, turns.items
+        self.kept, self.items, self.size = kept, turns.items, size
         self.stored = kept.store is not None and asked.store is not False
         spaces = {function.name: (function.space, function.tool["name"]) for function in functions(asked.tools)
                   if function.space}

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from .answer import ResponseAnswer
 
 MAX_RUNS = 128      # at once
+MAX_BODIES = 4      # bodies of the largest size that they keep together
 MAX_EVENTS = 2**22  # bytes of a run's events that are kept for those who ask for them again
 END = b"\n\n"       # of an event; no JSON has it
 
@@ -88,19 +89,28 @@ class Run:
 
 
 class Background:
-    """All that run."""
+    """All that run. total: bytes of requests that they may keep together. held: that they do."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int) -> None:
         self._runs: dict[str, Run] = {}
+        self.total, self.held = MAX_BODIES * most, 0
 
     def start(self, answer: ResponseAnswer) -> Run:
-        """Let a response run. Raises 429 when too many do."""
+        """Let a response run. Raises 429 when too many do, or they keep too much."""
         if len(self._runs) >= MAX_RUNS:
             raise Overloaded(f"{MAX_RUNS} responses run in the background, which is the limit; cancel one or wait")
+        if self.held + answer.size > self.total:
+            raise Overloaded(f"the requests of the responses that run in the background hold {self.held} bytes, and "
+                             f"with these {answer.size} more than {self.total}; cancel one or wait")
         run = Run(answer)
         self._runs[run.id] = run
-        run.task.add_done_callback(lambda _: self._runs.pop(run.id, None))
+        self.held += answer.size
+        run.task.add_done_callback(lambda _: self._end(run))
         return run
+
+    def _end(self, run: Run) -> None:
+        del self._runs[run.id]
+        self.held -= run.answer.size
 
     def find(self, owner: str, id: str) -> Run | None:
         """The run of this owner's response, while it lasts."""

@@ -23,7 +23,7 @@ class Responses:
 
     def __init__(self, settings: ServerSettings):
         self.locked = settings.api_key is not None
-        self.background = Background()
+        self.background = Background(size_bytes(settings.max_body))
         self.store: ResponseStore | None = None
         if settings.response_store != OFF:
             path = None if settings.response_store == TEMPORARY else str(named_path(settings.response_store))
