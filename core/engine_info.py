@@ -12,7 +12,7 @@ from .startup import Loaded
 class EngineInfo:
     """What was chosen and why, for banners, `/server_info` and the other processes. Sizes in bytes: of the weights as
     all ranks have them, of K and V those of each. parameters: weights of the checkpoint. format: that most of them are
-    stored in there, "" where nothing is known."""
+    stored in there, "" where nothing is known. vector_size: numbers of an embedding."""
 
     model: str
     model_path: str
@@ -48,6 +48,7 @@ class EngineInfo:
     model_type: str = ""
     parameters: int = 0
     format: str = ""
+    vector_size: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -70,4 +71,4 @@ def engine_info(config: Config, loaded: Loaded, seconds: float) -> EngineInfo:
         eos_ids=model.config.eos_ids, sampling_defaults=loaded.sampling, features=tuple(sorted(manifest.features)),
         report=tuple(model.report) + loaded.notes, load_seconds=seconds,
         model_type=model.config.model_type, parameters=sum(loaded.stored.values()),
-        format=max(loaded.stored, key=loaded.stored.__getitem__, default=""))
+        format=max(loaded.stored, key=loaded.stored.__getitem__, default=""), vector_size=model.config.hidden)

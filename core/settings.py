@@ -11,7 +11,7 @@ from typing import Any, get_args, get_type_hints
 
 from .config import Config, size_bytes
 from .env import PREFIX, VARIABLES
-from .errors import SHOWN, ConfigError, cut
+from .errors import SHOWN, ConfigError, cut, encodable
 from .errors import shown as shown_value
 from .files import is_there, read_text
 from .suggest import suggest
@@ -123,6 +123,9 @@ def _convert(kind: type, value: Any) -> Any:
             found = tuple(items)
     if found is None:
         raise ValueError(f"{shown_value(value)} is not {words[kind]}")
+    if any(isinstance(text, str) and text != encodable(text) for text in (found if kind is tuple else [found])):
+        raise ValueError(f"{shown_value(value)} is no UTF-8, so that no answer can name it: rename it, or make a link "
+                         "to it")
     return found
 
 

@@ -122,3 +122,17 @@ def test_what_the_platform_bounds_is_shown():
         ("ChatRequest", "top_logprobs"), ("CompletionRequest", "logprobs"), ("GenerateRequest", "top_logprobs_num"))
         for kind in schemas[model]["properties"][field]["anyOf"] if kind["type"] == "integer"]
     assert shown == [5, 5, 5]
+
+
+@pytest.mark.parametrize(("may_cut", "least"), [(False, 64), (True, 1)])
+def test_dimensions_that_are_shown_are_those_that_there_are(may_cut, least):
+    made = make_app(model={"embedding_truncation": may_cut})
+    made.client.info["vector_size"] = 64
+    with TestClient(made.app) as http:
+        schemas = http.get("/openapi.json").json()["components"]["schemas"]
+        for model, path in (("EmbeddingRequest", "/v1/embeddings"), ("OllamaEmbedBody", "/api/embed")):
+            shown = next(kind for kind in schemas[model]["properties"]["dimensions"]["anyOf"]
+                         if kind["type"] == "integer")
+            assert (shown["minimum"], shown["maximum"], "exclusiveMaximum" in shown) == (least, 64, False)
+            for wrong in (least - 1, 65):
+                assert http.post(path, json={"input": "a", "dimensions": wrong}).status_code == 400

@@ -138,6 +138,8 @@ def test_all_that_is_wrong_is_told_at_once(tmp_path):
     ("host", "  ", "holds no address"),
     ("api_key", "", "--api-key is set, but holds no key"),
     ("api_key", " ,, ", "--api-key is set, but holds no key"),
+    ("model", "/m/na\udcffme.gguf", "is no UTF-8, so that no answer can name it: rename it, or make a link"),
+    ("lora", "a=/m/\udcff", "is no UTF-8"),
 ])
 def test_a_wrong_value_names_the_flag_and_what_is_allowed(name, value, words):
     with pytest.raises(ConfigError) as caught:

@@ -115,6 +115,8 @@ def read_texts(server: Server, value: Any, param: str, dimensions: int | None = 
     """Ids of one text or several, of token ids or lists of them. cut: those that are too long. Raises the 400 that
     names the faulty one."""
     bounds, found = server.bounds, []
+    if size := server.info.get("vector_size"):
+        check_dimensions(dimensions, size, server.config.model.embedding_truncation)
     parts = split_prompts(value, param)
     if len(parts) > MAX_INPUTS:
         raise invalid(param, f"has {len(parts)} entries, at most {MAX_INPUTS} are allowed")
@@ -143,7 +145,6 @@ async def embed(server: Server, texts: Texts) -> np.ndarray:
         answer = await _computed(server.client, ids=base64.b64encode(b"".join(map(pack_ids, some))).decode(),
                                  lengths=",".join(str(len(ids)) for ids in some), pooling=pooling)
         vectors = np.frombuffer(base64.b64decode(answer["vectors"]), "<f4").reshape(-1, answer["size"])
-        check_dimensions(texts.dimensions, vectors.shape[1], server.config.model.embedding_truncation)
         parts.append(vectors[:, :texts.dimensions])
     found = np.concatenate(parts)
     return found / np.maximum(np.linalg.norm(found, axis=1, keepdims=True), 1e-12)

@@ -55,6 +55,7 @@ SCORES = ("logprobs", "top_logprobs", "top_logprobs_num")
 NOT_EMPTY = ("ChatRequest", "SamplingFields", "ResponsesRequest")
 ONE_ANSWER = ("ResponsesRequest", "MessagesRequest", "CountRequest")
 BOUNDED = (*NOT_EMPTY, "CompletionRequest", "GenerateRequest", "ChatBody", "GenerateBody")
+VECTORS = ("EmbeddingRequest", "OllamaEmbedBody")
 HIDDEN = ("/page/",)  # files of the chat page
 SCHEMAS = "#/components/schemas/{model}"
 ERROR = {"type": "object", "required": ["error"], "properties": {"error": {
@@ -100,14 +101,15 @@ def _schemas() -> tuple[dict[type[Body], dict[str, Any]], dict[str, Any]]:
 
 def _bounded(schemas: dict[str, Any], server: Server) -> dict[str, Any]:
     """With the bounds that this server and its model set. Where a limit of the answer is only a limit, none is told."""
-    context, scores = server.info.get("max_model_len"), server.info.get("max_top_logprobs")
+    context, scores, size = map(server.info.get, ("max_model_len", "max_top_logprobs", "vector_size"))
     most = {**dict.fromkeys(LENGTHS, context), **dict.fromkeys(SCORES, scores), **dict.fromkeys(
-        ("n", "best_of"), server.config.server.max_n)}
+        ("n", "best_of"), server.config.server.max_n), "dimensions": size}
     made = deepcopy(schemas)
-    for model in (*BOUNDED, *ONE_ANSWER[1:]):
+    for model in (*BOUNDED, *VECTORS, *ONE_ANSWER[1:]):
         for field, about in made[model]["properties"].items():
             for kind in about.get("anyOf", [about]):
-                if kind.get("type") != "integer" or field not in most or model not in BOUNDED and field != "n":
+                if kind.get("type") != "integer" or field not in most or (
+                        model not in (*BOUNDED, *VECTORS) and field != "n"):
                     continue
                 if field.startswith("max_") and model in NOT_EMPTY:
                     kind["minimum"] = 1
@@ -115,6 +117,8 @@ def _bounded(schemas: dict[str, Any], server: Server) -> dict[str, Any]:
                     highest = 1 if field == "n" and model in ONE_ANSWER else most[field]
                     kind["maximum"] = min(kind.get("maximum", highest), highest)
                     kind.pop("exclusiveMaximum", None)
+                if field == "dimensions" and size and not server.config.model.embedding_truncation:
+                    kind["minimum"] = size
     return made
 
 
