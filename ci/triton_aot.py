@@ -239,7 +239,10 @@ def page(table: dict[str, Any]) -> str:
         + ", ".join(f"{counts[word]} {word}" for word in ("compiled", "unsupported", "failed")) + ". A cell: registers "
         "of a thread, KiB of shared memory of a program; m = matrix instructions; -(n) = not for this target, for "
         "reason n below. A spill or more memory than the target has fails.", "",
-        f"Targets, and the shared memory that a program may have there: {devices}.", *rows,
+        f"Targets, and the shared memory that a program may have there: {devices}.", "",
+        "The name of an attention ends in its tile: 16x64 w4 s5 = 16 rows by 64 keys, 4 warps, 5 stages. A target runs "
+        "the tile that suits it: of lines that differ in their tile alone it has one, and the others are unsupported.",
+        *rows,
         *(["\n## Reasons\n", *notes] if notes else []), ""])
 
 
