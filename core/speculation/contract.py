@@ -34,9 +34,10 @@ class Option(NamedTuple):
 
 
 class Word(NamedTuple):
-    """A name or path that `--speculative NAME=TEXT` sets, and that must be given."""
+    """A name or path that `--speculative NAME=TEXT` sets. default: where it need not be given."""
 
     help: str
+    default: str | None = None
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from .contract import DRAFTERS, Word
 from .eagle3 import UNUSED as UNUSED_THIRD
 from .eagle3 import canonical, eagle3_head, made_of
 from .on_device import BRANCHES, ModelDrafter
+from .shipped import shipped_head
 
 THIRD = ("model.midlayer.", "model.layers.0.hidden_norm.")  # what only EAGLE-3's heads have
 # The model's own, which a head's file may repeat, and what d2t says already.
@@ -29,7 +30,8 @@ UNUSED = ("model.embed_tokens.", "lm_head.", "model.lm_head.", "model.t2d")
 class EagleDrafter(ModelDrafter):
     """A head in a checkpoint of its own."""
 
-    options = {"model": Word("an EAGLE head that was trained for the model: its name or path"), **BRANCHES}
+    options = {"model": Word("an EAGLE head that was trained for the model: its name or path; else the one that comes "
+                             "with Isthmus", ""), **BRANCHES}
 
     @classmethod
     def beside(cls, loading: Loading, options: Mapping[str, Any]) -> Companion:
@@ -79,7 +81,9 @@ class EagleHead(Head):
 
     def __init__(self, loading: Loading, name: str):
         super().__init__(loading)
-        self._name, self._path, target = name, loading.resolve(name), loading.config
+        target = loading.config
+        self._path = loading.resolve(name) if name else shipped_head(loading.checkpoint, target.name)
+        self._name = name or self._path.name
         with self._named(), open_checkpoint(self._path) as checkpoint:
             self.nbytes = checkpoint.nbytes
             names = {(n if n.startswith(("model.", "lm_head.")) else f"model.{n}"): real

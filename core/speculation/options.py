@@ -68,7 +68,7 @@ def described(items: Iterable[str]) -> tuple[str, str]:
         return "off", ""
     options = options_of(setting)[1]
     how = "fewer where they do not pay" if setting.adaptive else "always"
-    own = "".join(f", {name} {value}" for name, value in options.items())
+    own = "".join(f", {name} {value}" for name, value in options.items() if value != "")
     return f"{setting.drafter}, {'up to ' if setting.adaptive else ''}{setting.tokens} tokens", f"{how}{own}"
 
 
@@ -76,7 +76,7 @@ def _value(setting: Asked, name: str, option: Option | Word) -> int | str:
     """What is given of an option, or its default."""
     if name in setting.options:
         return setting.options[name] if isinstance(option, Word) else _number(name, setting.options[name], option)
-    if isinstance(option, Word):
+    if isinstance(option, Word) and option.default is None:
         raise ConfigError(f"{LABEL}: the drafter {setting.drafter} needs {name}=..., {option.help}")
     return option.default
 

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from head import Head, Head3, later
+from isthmus.core.speculation.shipped import TRAINED_FOR, fingerprint
 from isthmus.core.weights.checkpoint import open_checkpoint
 from isthmus.core.weights.sources import resolve_model
 from isthmus.platforms.expand import expand
@@ -194,8 +195,10 @@ class Training:
             name: value.bfloat16() for name, value in self.head.state_dict().items()} | self._more())
 
     def _more(self) -> dict[str, torch.Tensor]:
-        """What a checkpoint has beside the weights."""
-        return {}
+        """What a checkpoint has beside the weights: which tokens its own are."""
+        known = torch.zeros(len(self.matrix), dtype=torch.bool)
+        known[self.frequent] = True
+        return {"d2t": self.frequent - torch.arange(len(self.frequent)), "t2d": known}
 
     def load(self) -> None:
         """Go on from what was saved, if anything was."""
@@ -246,11 +249,6 @@ class Training3(Training):
     def _distance(self, guesses: torch.Tensor, h: torch.Tensor) -> float:
         return 0.0
 
-    def _more(self) -> dict[str, torch.Tensor]:
-        known = torch.zeros(len(self.matrix), dtype=torch.bool)
-        known[self.frequent] = True
-        return {"d2t": self.frequent - torch.arange(len(self.frequent)), "t2d": known}
-
 
 def _write(path: Path, tensors: dict[str, torch.Tensor], told: dict[str, str] | None = None) -> None:
     part = path.with_suffix(".part")
@@ -277,6 +275,7 @@ def model_parts(checkpoint: object) -> tuple[dict, torch.Tensor, torch.Tensor, t
         for name in ("model.embed_tokens", "model.norm", "model.embed_tokens" if tied else "lm_head"))
     words |= {"layers": words["num_hidden_layers"], "num_hidden_layers": 1}
     words |= {"rope_theta": float(checkpoint.config.get("rope_theta", 10000.0))}
+    words |= {TRAINED_FOR: {"model": checkpoint.path.stem, "norm": fingerprint(checkpoint)}}
     return words, embed, norm, matrix
 
 
