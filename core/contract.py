@@ -1,5 +1,5 @@
 """Is what a platform hands to a forward all of `Ops`? Seen in one step that only looks, so that nothing is wrapped in
-the steps that compute, and nothing is compiled for it.
+the steps that compute, and nothing is compiled for it. And is what a step gives back what `StepResult` says?
 """
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from .manifests import OPS
-from .plan import Batch, Sampling
+from .plan import Batch, Out, Sampling, StepResult
 from .platform import FEATURES, Manifest, Ops, State
 from .registry import RegistrationError, signature_gaps
 from .scheduler.batch import fit, pad_batch
@@ -54,6 +54,35 @@ def ops_gaps(ops: Any, manifest: Manifest) -> list[str]:
     required = tuple(op for op in OPS if op not in FEATURES or op in manifest.features)
     optional = [name for name, feature in GIVEN_WITH.items() if feature not in manifest.features]
     return signature_gaps(ops, Ops, required, optional)
+
+
+class Checked:
+    """A launched step, whose result is looked at before anybody believes it. batch: that it was launched with."""
+
+    __slots__ = ("_out", "_rows", "_scored")
+
+    def __init__(self, out: Out, batch: Batch):
+        self._out, self._rows = out, len(batch.targets)
+        self._scored = batch.sampling.top_logprobs is not None
+
+    def collect(self) -> StepResult:
+        """Raises `TypeError` that names what is not as promised, and what the step raised."""
+        result = self._out.collect()
+        _hold(result, "tokens", "iu", self._rows, 1)
+        if self._scored:
+            for name, kinds, axes in (("logprobs", "f", 1), ("top_ids", "iu", 2), ("top_logprobs", "f", 2)):
+                _hold(result, name, kinds, self._rows, axes)
+        return result
+
+
+def _hold(result: StepResult, name: str, kinds: str, rows: int, axes: int) -> None:
+    """kinds: of its numbers, as numpy's `dtype.kind` spells them."""
+    value = getattr(result, name, None)
+    if not isinstance(value, np.ndarray) or value.dtype.kind not in kinds or value.ndim != axes or len(value) < rows:
+        said = f"{value.dtype} {list(value.shape)}" if isinstance(value, np.ndarray) else type(value).__name__
+        wanted = f"{'int32' if 'i' in kinds else 'float32'} [{rows}{', K' * (axes - 1)}]"
+        raise TypeError(f"collect() gave {name} as {said}, it must be an array of {wanted}: a fault of the platform, "
+                        "please report it there")
 
 
 def _one_token(page_size: int) -> Batch:

@@ -15,12 +15,12 @@ from . import startup
 from .adapters.store import Adapters, wanted_slots
 from .cache.manager import CacheManager
 from .config import Config
-from .contract import check_ops
+from .contract import Checked, check_ops
 from .discovery import told
 from .embedding import Embedder
 from .engine_info import engine_info
 from .env import debug_level
-from .errors import CheckpointError, ConfigError, EngineDead, RequestError
+from .errors import CheckpointError, ConfigError, EngineDead, RequestError, cut, said
 from .grammar.contract import Matcher
 from .grammar.controls import biased
 from .grammar.library import Library
@@ -319,7 +319,8 @@ class EngineCore:
             forward = traced_forward(model.forward) if debug_level() >= 4 else model.forward
             step = steps[bucket] = self._platform.compile(forward, model.weights, bucket)
         self.times.enter(DEVICE)
-        return step(self._state, batch)
+        out, state = step(self._state, batch)
+        return Checked(out, batch), state
 
     def launch_beside(self, steps: dict[Bucket | None, Step], model: Any, batch: Batch) -> Out:
         """Launch a step of another model (`forward`, `weights`) on the same state, behind all that are launched: a
@@ -341,7 +342,8 @@ class EngineCore:
                 flight[1].collect()
             except Exception as second:
                 log.error("step %d failed too: %s", flight[0].step, second)
-        return StepOutputs(self.scheduler.fail(plans, f"the step failed on {self._manifest.name}: {error}"))
+        words = cut(said(error), 500)
+        return StepOutputs(self.scheduler.fail(plans, f"the step failed on {self._manifest.name}: {words}"))
 
     def _warm_up(self) -> None:
         """One token through the whole path, so that the first request is not the slow one; it leaves no trace. Then one

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from isthmus.core import startup
 from isthmus.core.cache.pool import OwnershipError, PagePool
@@ -34,11 +35,27 @@ class Broken(Device):
         return run
 
 
+class Spoiled(Device):
+    """What `spoil` makes of each result is given back."""
+
+    def __init__(self, **more):
+        super().__init__(**more)
+        self.spoil = lambda result: result
+
+    def compile(self, forward, weights, bucket):
+        step = super().compile(forward, weights, bucket)
+
+        def run(state, batch):
+            out, state = step(state, batch)
+            return SimpleNamespace(collect=lambda: self.spoil(out.collect())), state
+        return run
+
+
 @pytest.fixture
 def engine(monkeypatch):
     """engine(overlap): an EngineCore on a `Broken` device, which is `engine.device`."""
-    def make(overlap: bool = True, **scheduler) -> EngineCore:
-        device = Broken(late=True)
+    def make(overlap: bool = True, device: Device | None = None, **scheduler) -> EngineCore:
+        device = device or Broken(late=True)
         state = StateSpec((LayerState(1, 1),), "f32", 4, 5)
         model = SimpleNamespace(forward=None, weights=None, report=["none"], nbytes=0,
                                 state_layers=state.layers, dtype="f32",
@@ -106,6 +123,40 @@ def test_overlap_launches_a_step_before_it_settles_the_last(engine):
     without = engine(False)
     submit(without, "a", [1, 2], max_tokens=3)
     assert len(without.step()) == 1 and without.steps == 1
+
+
+def hard_to_say(result):
+    class Silent(Exception):
+        def __str__(self):
+            raise ValueError("no words")
+    raise Silent
+
+
+def loud(result):
+    raise Fault("x" * 100_000)
+
+
+@pytest.mark.parametrize("spoil, words", [
+    (lambda r: None, "tokens as NoneType, it must be an array of int32"),
+    (lambda r: (r.tokens,), "tokens as NoneType"), (lambda r: r._replace(tokens=r.tokens.tolist()), "tokens as list"),
+    (lambda r: r._replace(tokens=r.tokens[:-1]), "tokens as int32 [0]"),
+    (lambda r: r._replace(tokens=r.tokens[:, None]), "tokens as int32 [1, 1]"),
+    (lambda r: r._replace(tokens=r.tokens * np.nan), "tokens as float64 [1]"),
+    (lambda r: r._replace(logprobs=None), "logprobs as NoneType, it must be an array of float32 [1]"),
+    (lambda r: r._replace(logprobs=r.logprobs[:0]), "logprobs as float32 [0]"),
+    (lambda r: r._replace(top_ids=r.top_ids[0]), "top_ids as int32 [2], it must be an array of int32 [1, K]"),
+    (lambda r: r._replace(top_logprobs=r.top_logprobs[:0]), "top_logprobs as float32 [0, 2]"),
+    (hard_to_say, "the step failed on null: "), (loud, "x" * 500 + "...")])
+def test_a_result_that_is_none_ends_its_requests_and_the_engine_goes_on(engine, spoil, words):
+    core = engine(device=Spoiled(late=True))
+    core.device.spoil = spoil
+    submit(core, "a", [*range(9)], max_tokens=9, logprobs=2)
+    outputs = run(core)
+    assert [(o.id, o.finish) for o in outputs if o.finish] == [("a", "error")]
+    assert words in outputs[-1].error and len(outputs[-1].error) < 600
+    core.device.spoil = lambda result: result
+    again = submit(core, "b", [*range(9)], max_tokens=9)
+    assert tokens_of(run(core), "b") == right(again)
 
 
 @pytest.mark.parametrize("kind", ["launch", "collect"])
