@@ -247,7 +247,8 @@ def make_engine(clock: list[float], pages: int, policy: str) -> EngineCore:
     device = Device(clock)
     sizes = startup.Sizes(StateSpec((LayerState(1, 1),), "f32", 16, 129), 16, pages, 131_072, 128, 8192)
     model = SimpleNamespace(forward=None, weights=None, report=[], nbytes=0, dtype="f32",
-                            config=SimpleNamespace(name="none", model_type="", vocab_size=VOCAB, eos_ids=(EOS,)))
+                            config=SimpleNamespace(name="none", model_type="", vocab_size=VOCAB, eos_ids=(EOS,),
+                                                       hidden=1))
     loaded = startup.Loaded(device, device.probe(), "named by the test", Path("none"), model, "f32", sizes, True, {},
                             ())
     config = Config(scheduler=SchedulerSettings(schedule_policy=policy, waiting_timeout=120.0, max_queued_requests=400),

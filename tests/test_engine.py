@@ -59,7 +59,8 @@ def engine(monkeypatch):
         state = StateSpec((LayerState(1, 1),), "f32", 4, 5)
         model = SimpleNamespace(forward=None, weights=None, report=["none"], nbytes=0,
                                 state_layers=state.layers, dtype="f32",
-                                config=SimpleNamespace(name="hash", model_type="", vocab_size=VOCAB, eos_ids=(EOS,)))
+                                config=SimpleNamespace(name="hash", model_type="", vocab_size=VOCAB, eos_ids=(EOS,),
+                                                       hidden=1))
         sizes = startup.Sizes(state, page_size=4, pages=30, max_model_len=48, max_running=4, chunk=12)
         loaded = startup.Loaded(device, device.probe(), "named by the test", Path("hash"), model, "f32", sizes, overlap,
                                 {}, ())
