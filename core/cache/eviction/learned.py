@@ -22,7 +22,8 @@ WITHIN = (10.0, 60.0, 600.0)  # seconds, between the kinds of requests whose nex
 NONE, ENDS, SINGLE, SOON = 0, 1, 2, 3
 HINTS = SOON + len(WITHIN) + 1
 BEHIND, LEVEL = 0.02, 0.01    # shares of the pages asked for: further behind LRU it is LRU, until it is level
-LOST, CREDIT = 0.001, 0.04    # of all pages ever asked for, and of the cache's: what learning may cost
+LOST, CREDIT = 0.0015, 0.003  # of all pages ever asked for, and of the cache's: what learning may cost
+AHEAD = 6                     # times what it may still cost: so much may be risked in advance
 RECENT = 4                    # caches' worth of pages asked for that tell what LRU misses
 _EDGES = EDGES[1:BINS].tolist()
 
@@ -192,10 +193,10 @@ class Learned:
 
     @property
     def spare(self) -> float:
-        """Of the pages that LRU holds, how many may be out of the cache: what learning may cost and has not yet, and,
-        the less the more of that is spent, as many as LRU has missed of late. Where it misses none, none can be won."""
+        """Of the pages that LRU holds, how many may be out of the cache: what learning may cost and has not yet, and
+        `AHEAD` times as many in advance, no more than half of what LRU has missed of late: what can be won."""
         left = self._most - self._behind_ever
-        return left + self._missed * min(1.0, max(0.0, left / self._most))
+        return left + min(self._missed / 2, AHEAD * max(0.0, left))
 
     def pop(self) -> Node | None:
         if self._ranked_at != self._used or not self._used:
