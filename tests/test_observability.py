@@ -363,6 +363,17 @@ def test_a_slow_disk_loses_lines_and_delays_nobody(monkeypatch, caplog):
     dump.close()
 
 
+def test_a_dump_that_cannot_be_written_is_told_once_and_as_what_it_is(caplog):
+    """A full disk is no --dump-limit: a pipe that nobody reads fails as a disk does."""
+    read, write = os.pipe()
+    os.close(read)
+    dump = RequestDump(write, 0, 2**30)
+    dump.add("POST", CHAT, "a", b'{"prompt": "x"}')
+    dump._thread.join(60)  # the writer gets an error, and ends
+    dump.add("POST", CHAT, "b", b'{"prompt": "x"}')
+    assert "nothing more is kept: Broken pipe" in caplog.text and "--dump-limit" not in caplog.text
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="modes of files")
 def test_places_that_are_no_place_for_a_dump(tmp_path):
     public, link = tmp_path / "public", tmp_path / "link"

@@ -89,7 +89,7 @@ class RequestDump:
                     view = view[os.write(self._file, view):]
             except OSError as error:
                 log.error("--dump-requests: nothing more is kept: %s", error.strerror)
-                self._limit = 0
+                self._limit, self._told = 0, True
                 break
             finally:
                 with self._lock:
