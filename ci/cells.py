@@ -18,6 +18,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 PASSED, FAILED, UNSUPPORTED, UNVERIFIED = "passed", "failed", "unsupported", "unverified"
 BAD = ("wrong", "error", "unexpected pass", "expected failure")  # a failure that the ledger expects is one
+NOT_RUN = "not run"
 
 NEEDED = {"id", "law", "op", "needs", "outcome"}  # of a case
 
@@ -48,7 +49,7 @@ def read_object(path: Path, remedy: str, **fields: type) -> dict[str, Any]:
     return found
 
 
-def _checked(path: Path) -> dict[str, Any]:
+def checked(path: Path) -> dict[str, Any]:
     """A report, with the fields that are read of it."""
     remedy = "python ci/job.py NAME --report FILE writes one"
     report = read_object(path, remedy, job=str, tests=str, date=str, cases=list)
@@ -66,7 +67,7 @@ def read_matrix() -> dict[str, Any]:
 
 def read_reports(folder: Path) -> dict[str, dict[str, Any]]:
     """Reports by job; a job without one is missing."""
-    return {report["job"]: report for report in map(_checked, sorted(folder.glob("*.json")))}
+    return {report["job"]: report for report in map(checked, sorted(folder.glob("*.json")))}
 
 
 def judge(cases: list[dict[str, Any]]) -> Cell:

@@ -19,6 +19,7 @@ from typing import Any
 
 import affected
 import cells
+import recordings
 
 ROOT = Path(__file__).resolve().parent.parent
 NOT_ASKED = {"ok": True}  # of the suite: no case had to be run
@@ -44,11 +45,12 @@ def check_absent(python: Path, modules: list[str]) -> None:
         print(f"  {module} cannot be imported, as it should be", flush=True)
 
 
-def conformance(python: Path, platform: str, every: int = 1, timeout: int | None = None) -> dict[str, Any] | None:
+def conformance(python: Path, platform: str, every: int = 1, timeout: int | None = None,
+                only: tuple[str, ...] = ()) -> dict[str, Any] | None:
     """The suite's report, or None when it gave none. It is ok only if the command says so too. every: only each so
-    many-th case, others for each commit. timeout: seconds for one case."""
+    many-th case, others for each commit. timeout: seconds for one case. only: these laws and cases; none: all."""
     command = [python, "-m", "isthmus.core.cli.main", "conformance"]
-    chosen = [f"--timeout={timeout}"] if timeout else []
+    chosen = [f"--timeout={timeout}"] * bool(timeout) + [f"--only={word}" for word in only]
     if every > 1:
         listed = subprocess.run([*command, "--list"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
         cases = [line.split()[0] for line in listed.splitlines() if "[" in line.partition(" ")[0]]
@@ -96,7 +98,7 @@ def record(about: dict[str, Any], found: dict[str, Any] | None) -> str:
     if "device" in (found or {}).get("manifest", {}):
         about = {**about, "on": found["manifest"]["device"]}
     head = {**about, **{k: v for k, v in (found or {}).items() if k not in ("cases", "manifest")}}
-    kept = ("id", "law", "op", "needs", "outcome", "reason", "seconds")
+    kept = ("id", "law", "op", "needs", "outcome", "reason", "seconds", "date", "commit")
     cases = [{k: v for k, v in case.items() if k in kept and v != ""} for case in (found or {}).get("cases", ())]
     lines = ",\n".join("  " + json.dumps(case, ensure_ascii=False) for case in cases)
     return json.dumps(head, indent=1, ensure_ascii=False).removesuffix("\n}") + f',\n "cases": [\n{lines}\n ]\n}}\n'
@@ -111,6 +113,32 @@ def taken(path: Path, platform: str) -> dict[str, Any]:
     if found["platform"] != platform or emulated:
         raise SystemExit(f"{path} is of {found['platform']}{' emulated' * emulated}, not of {platform}")
     return found
+
+
+def add(given: argparse.Namespace, job: dict[str, Any]) -> int:
+    """Add to a recording the cases that it says were not run, and the laws that are asked for: the exit code."""
+    if given.report is None or not given.report.is_file():
+        raise SystemExit(f"--missing adds to a recording: --report {given.report} is none")
+    recorded = cells.checked(given.report)
+    if recorded["job"] != given.name:
+        raise SystemExit(f"{given.report} is of the job {recorded['job']}, not of {given.name}")
+    if given.taken:
+        found = recordings.read(given.taken)
+    else:
+        only = (*given.missing, *recordings.missing(recorded))
+        if not only:
+            raise SystemExit(f"{given.report} lacks no case: name a law after --missing")
+        os.environ.update(job["environment"])
+        with tempfile.TemporaryDirectory() as folder:
+            python = given.python or make_environment(given.venv or Path(folder, "venv"), job["install"], False)
+            check_absent(python, job["without"])
+            found = conformance(python, job["stand_in"] or job["platform"], 1, given.timeout, only)
+        if found is None:
+            raise SystemExit(f"{given.name}: the suite gave no report, {given.report} is as it was")
+    whole = recordings.added(recorded, found, found.get("of", {}).get("commit") or commit())
+    given.report.write_text(record({}, whole), "utf-8")
+    print(f"{given.name}: {len(found['cases'])} cases added, conformance {'ok' if whole['ok'] else 'failed'}")
+    return 0 if whole["ok"] else 1
 
 
 def commit() -> str:
@@ -160,6 +188,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--venv", type=Path, metavar="FOLDER", help="where the environment is made")
     parser.add_argument("--python", type=Path, help="use this one's environment instead of making one")
     parser.add_argument("--taken", type=Path, metavar="FILE", help="run nothing: the suite's own report, of a device")
+    parser.add_argument("--missing", nargs="*", metavar="LAW", help="run what --report's recording says was not run, "
+                        "and these laws, and add them to it; with --taken add that run of the suite")
     parser.add_argument("--only-conformance", action="store_true", help="leave the tests out")
     parser.add_argument("--sample", action="store_true",
                         help="as for a change: only each so many-th case of the suite where a stand-in is slow")
@@ -174,6 +204,8 @@ def main(argv: list[str]) -> int:
     if given.name not in jobs:
         parser.error(f"there is no job {given.name}; there are: {', '.join(jobs)}")
     job = jobs[given.name]
+    if given.missing is not None:
+        return add(given, job)
     if given.taken:
         return keep(given.report, given.name, job, taken(given.taken, job["stand_in"] or job["platform"]), "unverified")
     return run(given, job)

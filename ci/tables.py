@@ -1,7 +1,8 @@
 """Write docs/platforms.md from the manifests and the conformance reports recorded in docs/conformance.
 
 `python ci/tables.py` writes it, `--check` fails when it is stale. Record a report with
-`python ci/job.py NAME --report docs/conformance/NAME.json`.
+`python ci/job.py NAME --report docs/conformance/NAME.json`; what it lacks is run and added by
+`python ci/job.py NAME --report docs/conformance/NAME.json --missing LAW`.
 """
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from typing import Any
 
 import cells
 import matrix
+import recordings
 from graph import ROOT
 from isthmus.core.quant.formats import FORMATS, GGUF_TYPES
 from isthmus.core.quant.schemes import SCHEMES
@@ -128,7 +130,7 @@ def _runs(data: dict[str, Any], reports: dict[str, dict[str, Any]]) -> str:
         counts = ", ".join(f"{n} {outcome}" for outcome, n in report["counts"].items() if n)
         versions = ", ".join(f"{k} {v}" for k, v in report["versions"].items())
         lines.append(f"| {name} | {job['platform']} | {job['device']} | {report['date']}, {counts}, in "
-                     f"{report['seconds']:.0f} s | {cells.escape(versions)} |")
+                     f"{report['seconds']:.0f} s{recordings.told(report)} | {cells.escape(versions)} |")
     return "\n".join(lines) + "\n"
 
 
