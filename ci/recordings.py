@@ -7,7 +7,7 @@ from typing import Any
 
 import cells
 
-BAD = (*cells.BAD[:3], "unavailable", cells.NOT_RUN)  # a failure that the ledger expects lets the suite hold
+BAD = (*cells.BAD[:3], cells.NOT_RUN)  # a failure that the ledger expects lets the suite hold
 
 
 def added(recorded: dict[str, Any], found: dict[str, Any], commit: str) -> dict[str, Any]:
@@ -16,8 +16,11 @@ def added(recorded: dict[str, Any], found: dict[str, Any], commit: str) -> dict[
     nothing in it failed or was not run.
 
     recorded: as `job.record` writes it. found: as `isthmus conformance --json` does. Ends the script for a run of
-    another platform, on another device, of another seed, or of the recording's time or before it.
+    another platform, on another device, of another seed, of the recording's time or before it, or of no platform at
+    all: a machine that lacks it says nothing of its cases.
     """
+    if not found["cases"] or any(case["outcome"] == "unavailable" for case in found["cases"]):
+        raise SystemExit("the platform was not available in the run, or it has no case: there is nothing to add")
     for field in ("platform", "seed"):
         if found.get(field) != recorded.get(field):
             raise SystemExit(f"the run is of {field} {found.get(field)!r}, the recording of {recorded.get(field)!r}")

@@ -51,10 +51,18 @@ def test_added_cases_say_of_which_run_they_are_and_the_others_stay_as_they_were(
     assert after["added"][0]["cases"] == 2 and after["added"][0]["versions"] == {"jax": "1"}
 
 
-@pytest.mark.parametrize("outcome", ["wrong", "error", "unexpected pass", "unavailable"])
+@pytest.mark.parametrize("outcome", ["wrong", "error", "unexpected pass"])
 def test_a_recording_holds_no_more_once_an_added_case_does_not(recording, outcome):
     code, after = add(recording, run("2026-01-02T10", case("b", "passed"), case("a", outcome)))
     assert code == 1 and not after["ok"] and [c["outcome"] for c in after["cases"]] == [outcome, "passed"]
+
+
+def test_a_machine_without_the_platform_adds_nothing(recording):
+    before = recording.read_text()
+    for cases in ([case("a", "unavailable")], []):
+        with pytest.raises(SystemExit, match="not available in the run"):
+            add(recording, run("2026-01-02T10", *cases))
+    assert recording.read_text() == before
 
 
 def test_a_recording_in_which_something_still_was_not_run_does_not_hold(recording):
