@@ -13,7 +13,8 @@ FLAGS = ["-std=c++17", "-ffp-contract=fast", "-pthread", "-Wno-psabi"]
 TILES = ["-mamx-tile", "-mamx-bf16", "-mavx512vnni"]
 V4 = ["-march=x86-64-v4", "-O3"]
 X86 = {"amx": V4 + TILES, "avx512": V4, "avx2": ["-march=x86-64-v3", "-O2"]}
-NAMES = ("vec", "packed", "pack", "product", "rows", "attention", "matrix", "plan", "pool", "step")
+NAMES = ("vec", "packed", "pack", "product", "rows", "attention", "matrix", "plan", "pool", "step",
+         "tiled")
 HEADERS = [f"{HERE}{name}.h" for name in NAMES]
 
 

@@ -11,7 +11,11 @@
 namespace isthmus {
 
 constexpr int KEYS = 64;     // positions in a block
-constexpr int QUERIES = 48;  // queries in a tile at most, heads that share K and V counted each
+#if defined(__AMX_BF16__)
+constexpr int QUERIES = 96;  // queries in a tile at most, heads that share K and V counted each
+#else
+constexpr int QUERIES = 48;
+#endif
 constexpr long SPLIT = 128;  // positions after which the sums begin anew, for any query
 static const uint16_t NOTHING[256] = {};  // K or V where no position is
 
@@ -65,23 +69,24 @@ static inline void expect_block(const Sight& a, long head, long first, long keys
     }
 }
 
-// K and V of `keys` positions from `first` on, zeros behind them; V only where it is for many queries. values: where the
-// positions' V lies.
-static inline void read_block(const Sight& a, long head, long first, long keys, bool many, const uint16_t** values,
-                              Scratch& t) {
+// Where K and V of `keys` positions from `first` on lie, zeros behind them.
+static inline void find_block(const Sight& a, long head, long first, long keys, const uint16_t** k,
+                              const uint16_t** values) {
     const long d = a.d, stride = 2 * a.kv_heads * d;
-    const uint16_t* at[KEYS];
     long page = first / a.page_size, offset = first % a.page_size;
     for (long i = 0; i < KEYS; i++) {
-        at[i] = i < keys ? a.kv + ((long)a.pages[page] * a.page_size + offset) * stride + head * d : NOTHING;
+        k[i] = i < keys ? a.kv + ((long)a.pages[page] * a.page_size + offset) * stride + head * d : NOTHING;
+        values[i] = i < keys ? k[i] + a.kv_heads * d : NOTHING;
         if (++offset == a.page_size) offset = 0, page++;
     }
+}
+
+// They as floats; V only where it is for many queries.
+static inline void read_block(const uint16_t* const* k, const uint16_t* const* values, long d, bool many, Scratch& t) {
     for (long i = 0; i < KEYS; i += 8)
-        for (long j = 0; j < d; j += 8) turn_keys(at + i, j, t.kt + j * KEYS + i);
-    for (long i = 0; i < KEYS; i++) {
-        values[i] = i < keys ? at[i] + a.kv_heads * d : NOTHING;
-        for (long j = 0; j < (many ? d : 0); j += LANES) store(t.v + i * d + j, from_bf16(values[i] + j));
-    }
+        for (long j = 0; j < d; j += 8) turn_keys(k + i, j, t.kt + j * KEYS + i);
+    for (long i = 0; i < (many ? KEYS : 0); i++)
+        for (long j = 0; j < d; j += LANES) store(t.v + i * d + j, from_bf16(values[i] + j));
 }
 
 // out [M][d] += weights [M][KEYS] times values: the same sums as of a panel of them.
@@ -225,8 +230,8 @@ static inline void weights_of(const Sight& a, const Seen& seen, long first, floa
 
 // Queries q[i] (M of them, row stride qs) at positions at[i] over positions [from, to): adds to out [M][d] sums, and
 // their largest score and sum of weights.
-static inline void attend(const Sight& a, long head, int M, const float* q, long qs, const long* at, long from, long to,
-                          float* out, float* most, float* total, Scratch& t) {
+static inline void attend_by_vectors(const Sight& a, long head, int M, const float* q, long qs, const long* at,
+                                     long from, long to, float* out, float* most, float* total, Scratch& t) {
     const long d = a.d;
     const long oldest = *std::min_element(at, at + M), newest = *std::max_element(at, at + M);
     if (a.window) from = std::max(from, std::max(0L, oldest - a.window + 1) / KEYS * KEYS);
@@ -235,8 +240,9 @@ static inline void attend(const Sight& a, long head, int M, const float* q, long
     for (long first = from; first < to; first += KEYS) {
         const long next = first + KEYS, keys = std::min<long>(KEYS, to - first);
         if (next < to) expect_block(a, head, next, std::min<long>(KEYS, to - next));
-        const uint16_t* values[KEYS];
-        read_block(a, head, first, keys, M > ROWS, values, t);
+        const uint16_t *k[KEYS], *values[KEYS];
+        find_block(a, head, first, keys, k, values);
+        read_block(k, values, d, M > ROWS, t);
         product(M, q, qs, t.kt, KEYS, d, t.s[0], KEYS, false);
         for (int m = 0; m < M; m++) weights_of(a, seen_by(a, at[m]), first, t.s[m], out + m * d, most[m], total[m]);
         const bool whole = oldest + 1 >= first + keys && (!a.window || newest - a.window < first);  // to all queries
@@ -249,19 +255,22 @@ static inline void attend(const Sight& a, long head, int M, const float* q, long
     }
 }
 
-// A part of which nothing was seen has a sum of 0.
+// A part of which nothing was seen has a sum of 0. unit: of the largest scores, in logarithms.
 static inline void merge(float* out, float& most, float& total, const float* part, float part_most, float part_total,
-                         long d) {
+                         long d, float unit) {
     if (part_total == 0) return;
     if (total == 0) {
         std::memcpy(out, part, d * sizeof(float));
         most = part_most, total = part_total;
         return;
     }
-    const float top = std::max(most, part_most);
-    const float a = vexp(splat(most - top))[0], b = vexp(splat(part_most - top))[0];
-    for (long j = 0; j < d; j += LANES) store(out + j, load<f32x16>(out + j) * a + load<f32x16>(part + j) * b);
-    total = total * a + part_total * b;
+    const float top = std::max(most, part_most), less = vexp(splat(-std::fabs(most - part_most) * unit))[0];
+    const bool grown = most < part_most;  // one product each, so that there is one way to fuse it with the sum
+    for (long j = 0; j < d; j += LANES) {
+        const f32x16 a = load<f32x16>(out + j), b = load<f32x16>(part + j);
+        store(out + j, grown ? a * less + b : b * less + a);
+    }
+    total = grown ? total * less + part_total : part_total * less + total;
     most = top;
 }
 

@@ -7,6 +7,7 @@
 #include "pool.h"
 #include "rows.h"
 #include "step.h"
+#include "tiled.h"
 
 namespace isthmus {
 
@@ -21,7 +22,7 @@ static inline Range share(long n, int thread, int threads, long unit = 1) {
 constexpr int FEW = 8;  // rows up to which every thread computes the norm before a product itself
 
 struct Local {  // one thread's memory
-    Scratch attention;
+    Desk attention;
     Coded coded;
 #if defined(__AMX_BF16__)
     Halves halves;
@@ -328,16 +329,17 @@ void Engine::chunk_item(const Op& op, const Step& step, const Item& it, Plan& p,
             std::memcpy(l.queries.data() + (t * g + h) * d,
                         op.x.at + (it.token + t) * op.x.row + (it.head * g + h) * op.x.head, d * sizeof(float));
         }
+    take_queries(sight, (int)M, l.queries.data(), d, l.attention);
     float *sums = l.part.data(), *part = sums + QUERIES * 256;
     for (long m = 0; m < M; m++) l.most[m] = -INFINITY, l.total[m] = 0;
     std::memset(sums, 0, M * d * sizeof(float));
     const long low = op.window ? std::max(0L, l.at[0] - op.window + 1) : 0;
     for (long c = low / SPLIT; c * SPLIT <= l.at[M - 1]; c++) {
         begin_sums((int)M, d, part, l.part_most, l.part_total);
-        attend(sight, it.head, (int)M, l.queries.data(), d, l.at, c * SPLIT, (c + 1) * SPLIT, part, l.part_most,
-               l.part_total, l.attention);
+        attend(sight, it.head, (int)M, l.at, c * SPLIT, (c + 1) * SPLIT, part, l.part_most, l.part_total, l.attention);
         for (long m = 0; m < M; m++)
-            merge(sums + m * d, l.most[m], l.total[m], part + m * d, l.part_most[m], l.part_total[m], d);
+            merge(sums + m * d, l.most[m], l.total[m], part + m * d, l.part_most[m], l.part_total[m], d,
+                  unit_of_scores(d));
     }
     for (long t = 0; t < it.tokens; t++)
         for (long h = 0; h < g; h++)
@@ -357,14 +359,20 @@ void Engine::decode_item(const Op& op, const Step& step, const Item& it, Plan& p
     float* sums = l.part.data();
     const long apart = it.from + it.common;
     begin_sums((int)(it.members * g), d, sums, l.part_most, l.part_total);
-    if (it.common)
-        attend(sight_of(op, step, p, members[0].row), it.head, (int)(it.members * g), l.queries.data(), d, l.at, it.from,
-               apart, sums, l.part_most, l.part_total, l.attention);
+    if (it.common) {
+        const Sight sight = sight_of(op, step, p, members[0].row);
+        take_queries(sight, (int)(it.members * g), l.queries.data(), d, l.attention);
+        attend(sight, it.head, (int)(it.members * g), l.at, it.from, apart, sums, l.part_most, l.part_total, l.attention);
+    }
     for (long i = 0; i < it.members; i++) {
         const Member& m = members[i];
         const long q = i * g;
-        attend(sight_of(op, step, p, m.row), it.head, (int)g, l.queries.data() + q * d, d, l.at + q, apart, it.to,
-               sums + q * d, l.part_most + q, l.part_total + q, l.attention);
+        if (apart < std::min<long>(it.to, step.lengths[m.row])) {
+            const Sight sight = sight_of(op, step, p, m.row);
+            take_queries(sight, (int)g, l.queries.data() + q * d, d, l.attention);
+            attend(sight, it.head, (int)g, l.at + q, apart, it.to, sums + q * d, l.part_most + q, l.part_total + q,
+                   l.attention);
+        }
         for (long h = 0; h < g; h++) {
             const float* out = sums + (q + h) * d;
             if (m.part < 0) {
@@ -399,7 +407,8 @@ void Engine::attention(const Op& op, const Step& step, int thread) {
                 float most = -INFINITY, total = 0;
                 for (long c = 0; c < p.count[t]; c++) {
                     const long at = first + c * p.group;
-                    merge(sums, most, total, p.out.data() + at * p.d, p.most[at], p.total[at], p.d);
+                    merge(sums, most, total, p.out.data() + at * p.d, p.most[at], p.total[at], p.d,
+                          unit_of_scores(p.d));
                 }
                 finish(sums, total, p.d, op.z.at + t * op.z.row + (h * p.group + g) * p.d);
             }
