@@ -32,6 +32,7 @@ struct Local {  // one thread's memory
     std::vector<long> own;
     float most[QUERIES], total[QUERIES], part_most[QUERIES], part_total[QUERIES];
     long at[QUERIES];
+    Run runs[QUERIES + 1];
 };
 
 class Engine {
@@ -329,14 +330,14 @@ void Engine::chunk_item(const Op& op, const Step& step, const Item& it, Plan& p,
             std::memcpy(l.queries.data() + (t * g + h) * d,
                         op.x.at + (it.token + t) * op.x.row + (it.head * g + h) * op.x.head, d * sizeof(float));
         }
-    take_queries(sight, (int)M, l.queries.data(), d, l.attention);
+    take_queries(sight, (int)M, l.queries.data(), l.attention);
     float *sums = l.part.data(), *part = sums + QUERIES * 256;
     for (long m = 0; m < M; m++) l.most[m] = -INFINITY, l.total[m] = 0;
     std::memset(sums, 0, M * d * sizeof(float));
     const long low = op.window ? std::max(0L, l.at[0] - op.window + 1) : 0;
     for (long c = low / SPLIT; c * SPLIT <= l.at[M - 1]; c++) {
-        begin_sums((int)M, d, part, l.part_most, l.part_total);
-        attend(sight, it.head, (int)M, l.at, c * SPLIT, (c + 1) * SPLIT, part, l.part_most, l.part_total, l.attention);
+        const Run all{sight.pages, 0, (int)M, c * SPLIT, (c + 1) * SPLIT};
+        attend(sight, it.head, (int)M, l.at, c * SPLIT, &all, 1, part, l.part_most, l.part_total, l.attention);
         for (long m = 0; m < M; m++)
             merge(sums + m * d, l.most[m], l.total[m], part + m * d, l.part_most[m], l.part_total[m], d,
                   unit_of_scores(d));
@@ -358,21 +359,19 @@ void Engine::decode_item(const Op& op, const Step& step, const Item& it, Plan& p
         }
     float* sums = l.part.data();
     const long apart = it.from + it.common;
-    begin_sums((int)(it.members * g), d, sums, l.part_most, l.part_total);
-    if (it.common) {
-        const Sight sight = sight_of(op, step, p, members[0].row);
-        take_queries(sight, (int)(it.members * g), l.queries.data(), d, l.attention);
-        attend(sight, it.head, (int)(it.members * g), l.at, it.from, apart, sums, l.part_most, l.part_total, l.attention);
-    }
+    Run* runs = l.runs;
+    int count = 0;
+    const auto pages = [&](long i) { return step.pages + members[i].row * step.page_stride; };
+    if (it.common) runs[count++] = {pages(0), 0, (int)(it.members * g), it.from, apart};
+    for (long i = 0; i < it.members; i++)
+        if (apart < std::min<long>(it.to, step.lengths[members[i].row]))
+            runs[count++] = {pages(i), (int)(i * g), (int)g, apart, it.to};
+    const Sight sight = sight_of(op, step, p, members[0].row);
+    take_queries(sight, (int)(it.members * g), l.queries.data(), l.attention);
+    attend(sight, it.head, (int)(it.members * g), l.at, it.from, runs, count, sums, l.part_most, l.part_total, l.attention);
     for (long i = 0; i < it.members; i++) {
         const Member& m = members[i];
         const long q = i * g;
-        if (apart < std::min<long>(it.to, step.lengths[m.row])) {
-            const Sight sight = sight_of(op, step, p, m.row);
-            take_queries(sight, (int)g, l.queries.data() + q * d, d, l.attention);
-            attend(sight, it.head, (int)g, l.at + q, apart, it.to, sums + q * d, l.part_most + q, l.part_total + q,
-                   l.attention);
-        }
         for (long h = 0; h < g; h++) {
             const float* out = sums + (q + h) * d;
             if (m.part < 0) {

@@ -9,17 +9,23 @@
 
 namespace isthmus {
 
+// Queries of a part of the context that have the same pages, over some of its positions.
+struct Run {
+    const int32_t* pages;
+    int first, count;  // queries
+    long from, to;     // positions
+};
+
 #if defined(__AMX_BF16__)
 constexpr int HEIGHT = 16;                // queries in a tile
 constexpr long CELL = HEIGHT * DEPTH;     // numbers of a tile in bf16
 constexpr float LOG2E = 1.44269504f;
 
-struct TileScratch {
-    alignas(64) uint16_t q[QUERIES / HEIGHT * 256 / DEPTH * 2 * CELL];  // [tile][d / DEPTH][half][HEIGHT][DEPTH]
+struct TileScratch {  // K and V one block or part at a time
+    alignas(64) uint16_t q[(QUERIES + HEIGHT) * 256 * 2];               // [query][d / DEPTH][half][DEPTH]
     alignas(64) uint16_t k[KEYS / LANES * 256 / DEPTH * CELL];          // [KEYS / 16][d / DEPTH][pair][16 keys][2]
-    alignas(64) uint16_t v[KEYS / DEPTH * 256 / LANES * CELL];          // [KEYS / DEPTH][d / 16][pair][16 values][2]
-    alignas(64) uint16_t p[QUERIES / HEIGHT * KEYS / DEPTH * 2 * CELL];  // [tile][KEYS / DEPTH][half][HEIGHT][DEPTH]
-    alignas(64) float s[QUERIES][KEYS];
+    alignas(64) uint16_t v[SPLIT / DEPTH * 256 / LANES * CELL];         // [SPLIT / DEPTH][d / 16][pair][16 values][2]
+    alignas(64) float s[QUERIES + HEIGHT][SPLIT];  // scores, then weights [SPLIT / DEPTH][half][DEPTH] bf16
     alignas(64) float edge[HEIGHT * 256];  // sums of a tile of which not all rows are queries
 };
 
@@ -27,11 +33,11 @@ struct TileScratch {
 static inline void encode_queries(const Sight& a, int M, const float* q, long qs, TileScratch& t) {
     const float factor = a.softcap ? a.scale / a.softcap : a.scale * LOG2E;
     for (int m = 0; m < M; m++) {
-        uint16_t* to = t.q + m / HEIGHT * (a.d / DEPTH) * 2 * CELL + m % HEIGHT * DEPTH;
-        for (long j = 0; j < a.d; j += LANES, to += j % DEPTH ? LANES : 2 * CELL - LANES) {
+        for (long j = 0; j < a.d; j += LANES) {
+            uint16_t* to = t.q + 2 * m * a.d + j / DEPTH * 2 * DEPTH + j % DEPTH;
             const f32x16 v = load<f32x16>(q + m * qs + j) * factor;
             to_bf16(to, v);
-            to_bf16(to + CELL, v - from_bf16(to));
+            to_bf16(to + DEPTH, v - from_bf16(to));
         }
     }
 }
@@ -74,11 +80,11 @@ static inline void lay_keys(const uint16_t* const* keys, long d, uint16_t* to) {
 }
 
 // Pairs of positions are 16 apart, as `weights_of_tile` makes them.
-static inline void lay_values(const uint16_t* const* values, long d, uint16_t* to) {
+static inline void lay_values(const uint16_t* const* values, long d, long depth, uint16_t* to) {
     alignas(64) uint16_t order[2][32];
     for (int i = 0; i < 32; i++) order[0][i] = i / 2 + i % 2 * 32, order[1][i] = order[0][i] + 16;
     const __m512i low = _mm512_load_si512(order[0]), high = _mm512_load_si512(order[1]);
-    for (long i = 0; i < KEYS; i += DEPTH, to += d / LANES * CELL)
+    for (long i = 0; i < depth * DEPTH; i += DEPTH, to += d / LANES * CELL)
         for (long n = 0; n < LANES; n++)
             for (long j = 0; j < d; j += DEPTH) {
                 const __m512i a = _mm512_loadu_si512(values[i + n] + j),
@@ -105,10 +111,22 @@ class Shape {
 
 #define ISTHMUS_MEMORY __asm__ volatile("" ::: "memory")  // the compiler does not know that tiles are read and written
 
-// Two tiles in halves a and a + other [depth][half], times two blocks b and b + next [depth][step apart]: to, or on top
-// of, c [tile] at c, c + 16 and below.
-static inline void multiply_two(const uint16_t* a, long other, const uint16_t* b, long next, long step, long depth,
-                                float* c, float* below, long stride, bool more) {
+// Rows in halves: [depth][half][DEPTH], `row` bytes from one to the next.
+struct Rows {
+    const uint16_t* at;
+    long row;
+    const uint16_t* below() const { return at + HEIGHT * row / (long)sizeof *at; }
+};
+// Blocks that they are multiplied with: the first, from one to the next, and from one part in depth to the next.
+struct Blocks {
+    const uint16_t* at;
+    long next, part;
+};
+
+// Two tiles of rows times two blocks: to c and `below`, on top of what they hold when `more`.
+static inline void multiply_two(const Rows& a, const Blocks& b, long depth, float* c, float* below, long stride,
+                                bool more) {
+    const uint16_t *x = a.at, *y = a.below(), *w = b.at;
     ISTHMUS_MEMORY;
     if (more) {
         _tile_loadd(0, c, stride); _tile_loadd(1, c + LANES, stride);
@@ -116,49 +134,60 @@ static inline void multiply_two(const uint16_t* a, long other, const uint16_t* b
     } else {
         _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3);
     }
-    for (long k = 0; k < depth; k++, a += 2 * CELL, b += step) {
-        _tile_loadd(6, b, 64); _tile_loadd(4, a, 64); _tile_dpbf16ps(0, 4, 6);
-        _tile_loadd(7, b + next, 64); _tile_dpbf16ps(1, 4, 7);
-        _tile_loadd(5, a + other, 64); _tile_dpbf16ps(2, 5, 6); _tile_dpbf16ps(3, 5, 7);
-        _tile_loadd(4, a + CELL, 64); _tile_dpbf16ps(0, 4, 6); _tile_dpbf16ps(1, 4, 7);
-        _tile_loadd(5, a + other + CELL, 64); _tile_dpbf16ps(2, 5, 6); _tile_dpbf16ps(3, 5, 7);
+    for (long k = 0; k < depth; k++, x += 2 * DEPTH, y += 2 * DEPTH, w += b.part) {
+        _tile_loadd(6, w, 64); _tile_loadd(4, x, a.row); _tile_dpbf16ps(0, 4, 6);
+        _tile_loadd(7, w + b.next, 64); _tile_dpbf16ps(1, 4, 7);
+        _tile_loadd(5, y, a.row); _tile_dpbf16ps(2, 5, 6); _tile_dpbf16ps(3, 5, 7);
+        _tile_loadd(4, x + DEPTH, a.row); _tile_dpbf16ps(0, 4, 6); _tile_dpbf16ps(1, 4, 7);
+        _tile_loadd(5, y + DEPTH, a.row); _tile_dpbf16ps(2, 5, 6); _tile_dpbf16ps(3, 5, 7);
     }
     _tile_stored(0, c, stride); _tile_stored(1, c + LANES, stride);
     _tile_stored(2, below, stride); _tile_stored(3, below + LANES, stride);
     ISTHMUS_MEMORY;
 }
 
-// One tile times two blocks.
-static inline void multiply_one(const uint16_t* a, const uint16_t* b, long next, long step, long depth, float* c,
-                                long stride, bool more) {
+// One tile of rows times two blocks.
+static inline void multiply_one(const Rows& a, const Blocks& b, long depth, float* c, long stride, bool more) {
+    const uint16_t *x = a.at, *w = b.at;
     ISTHMUS_MEMORY;
     if (more) {
         _tile_loadd(0, c, stride); _tile_loadd(1, c + LANES, stride);
     } else {
         _tile_zero(0); _tile_zero(1);
     }
-    for (long k = 0; k < depth; k++, a += 2 * CELL, b += step) {
-        _tile_loadd(4, a, 64); _tile_loadd(5, a + CELL, 64);
-        _tile_loadd(6, b, 64); _tile_dpbf16ps(0, 4, 6); _tile_dpbf16ps(0, 5, 6);
-        _tile_loadd(7, b + next, 64); _tile_dpbf16ps(1, 4, 7); _tile_dpbf16ps(1, 5, 7);
+    for (long k = 0; k < depth; k++, x += 2 * DEPTH, w += b.part) {
+        _tile_loadd(4, x, a.row); _tile_loadd(5, x + DEPTH, a.row);
+        _tile_loadd(6, w, 64); _tile_dpbf16ps(0, 4, 6); _tile_dpbf16ps(0, 5, 6);
+        _tile_loadd(7, w + b.next, 64); _tile_dpbf16ps(1, 4, 7); _tile_dpbf16ps(1, 5, 7);
     }
     _tile_stored(0, c, stride); _tile_stored(1, c + LANES, stride);
     ISTHMUS_MEMORY;
 }
 #undef ISTHMUS_MEMORY
 
-// 2^x of x <= 0, within 2 units in the last place; at least 2^-126, and of no number none.
+// c [M][16 blocks] = rows times blocks; of the last tile all rows are written.
+static inline void multiply(int M, Rows a, Blocks b, long depth, long blocks, float* c, long stride, bool more) {
+    for (int m = 0; m < M; m += 2 * HEIGHT, a.at += 2 * HEIGHT * a.row / (long)sizeof *a.at, c += 2 * HEIGHT * stride)
+        for (long n = 0; n < blocks; n += 2) {
+            const Blocks two{b.at + n * b.next, b.next, b.part};
+            float* to = c + n * LANES;
+            if (m + HEIGHT < M)
+                multiply_two(a, two, depth, to, to + HEIGHT * stride, stride * 4, more);
+            else
+                multiply_one(a, two, depth, to, stride * 4, more);
+        }
+}
+
+// 2^x of x <= 0, within 3e-7 of it; of no number none.
 static ISTHMUS_INLINE __m512 power_of_two(__m512 x) {
-    x = _mm512_max_ps(_mm512_set1_ps(-126.0f), x);  // the second where one is no number
-    const __m512 magic = _mm512_set1_ps(12582912.0f), k = _mm512_sub_ps(_mm512_add_ps(x, magic), magic);
-    const __m512 r = _mm512_sub_ps(x, k);
-    __m512 p = _mm512_set1_ps(1.326472684e-3f);
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(9.671512665e-3f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.550733744e-2f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(2.402224208e-1f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(6.931469776e-1f));
+    const __m512 r = _mm512_reduce_ps(x, 1);  // what is above the whole number below
+    __m512 p = _mm512_set1_ps(1.867130087e-03f);
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(9.017030275e-03f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.579991315e-02f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(2.401644501e-01f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(6.931513118e-01f));
     p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f));
-    return _mm512_scalef_ps(p, k);
+    return _mm512_scalef_ps(p, x);
 }
 
 // Of each of 16 vectors the sum or the largest value, in order.
@@ -178,7 +207,7 @@ static ISTHMUS_INLINE __m512 fold(const __m512* v, F both) {
     return _mm512_permutexvar_ps(_mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15), d);
 }
 
-// Sixteen weights and those of the sixteen positions behind, as pairs of bf16; what they leave goes behind the tile.
+// Sixteen weights and those of the sixteen positions behind, as pairs of bf16, and behind them what they leave.
 static ISTHMUS_INLINE void store_halves(uint16_t* to, __m512 one, __m512 other) {
     const __m512i upper = _mm512_set1_epi32((int)0xFFFF0000);
     const auto pairs = [&](__m512i a, __m512i b) {  // b where `upper`, a's upper half below
@@ -188,152 +217,132 @@ static ISTHMUS_INLINE void store_halves(uint16_t* to, __m512 one, __m512 other) 
         return _mm512_castps_si512(_mm512_sub_ps(v, _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(v), upper))));
     };
     _mm512_store_si512(to, pairs(_mm512_castps_si512(one), _mm512_castps_si512(other)));
-    _mm512_store_si512(to + CELL, pairs(rest(one), rest(other)));
+    _mm512_store_si512(to + DEPTH, pairs(rest(one), rest(other)));
 }
 
-// The positions of a block from `first` on that are seen, as bits.
+// The positions of 64 from `first` on that are seen, as bits.
 static inline uint64_t seen_bits(const Seen& seen, long first) {
     const long low = std::max(0L, seen.low - first), high = std::min<long>(KEYS, seen.high - first);
     return low >= high ? 0 : (~0ull >> (KEYS - (high - low))) << low;
 }
 
-// As `weights_of`, of `rows` queries: scores s [rows][KEYS] to weights p in halves. WHOLE: each sees all positions.
+// Scores s [rows][SPLIT] of `count` positions from `first` on to weights in halves, and the largest score and the sum of
+// weights of each row. WHOLE: each query sees all positions. As of `weights_of`, what is no number stays none.
 template <bool WHOLE>
-static inline void weights_of_tile(const Sight& a, int rows, const long* at, long first, float* s, uint16_t* p,
-                                   float* out, float* most, float* total) {
+static inline void weights_of_tile(const Sight& a, int rows, const long* at, long first, long count, float* s,
+                                   float* most, float* total) {
     const auto larger = [](__m512 x, __m512 y) { return _mm512_max_ps(x, y); };
     const auto plus = [](__m512 x, __m512 y) { return _mm512_add_ps(x, y); };
-    const __m512 least = _mm512_set1_ps(-INFINITY);
-    uint64_t bits[HEIGHT];
+    uint64_t bits[HEIGHT][SPLIT / KEYS];
+    const auto mask = [&](int m, long i) { return (__mmask16)(WHOLE ? ~0u : bits[m][i / KEYS] >> i % KEYS); };
     __m512 each[HEIGHT];
-    for (int m = 0; m < HEIGHT; m++) each[m] = least;
+    for (int m = 0; m < HEIGHT; m++) each[m] = _mm512_set1_ps(-INFINITY);
     for (int m = 0; m < rows; m++) {
-        bits[m] = WHOLE ? ~0ull : seen_bits(seen_by(a, at[m]), first);
-        for (int i = 0; i < KEYS; i += LANES) {
-            __m512 v = _mm512_load_ps(s + m * KEYS + i);
-            if (a.softcap) {
-                const f32x16 capped = vtanh(load<f32x16>(s + m * KEYS + i)) * (a.softcap * LOG2E);
-                v = (__m512)capped.part[0];
-                _mm512_store_ps(s + m * KEYS + i, v);
-            }
-            each[m] = WHOLE ? _mm512_max_ps(v, each[m])  // the second where one is no number
-                            : _mm512_mask_max_ps(each[m], (__mmask16)(bits[m] >> i), v, each[m]);
-        }
+        float* row = s + m * SPLIT;
+        for (int i = 0; !WHOLE && i < SPLIT / KEYS; i++) bits[m][i] = seen_bits(seen_by(a, at[m]), first + i * KEYS);
+        for (long i = 0; a.softcap && i < count; i += LANES)
+            store(row + i, vtanh(load<f32x16>(row + i)) * (a.softcap * LOG2E));
+        for (long i = 0; i < count; i += LANES)  // the second where one is no number
+            each[m] = _mm512_mask_max_ps(each[m], mask(m, i), _mm512_load_ps(row + i), each[m]);
     }
     const __mmask16 used = (__mmask16)((1u << rows) - 1);
-    const __m512 before = _mm512_maskz_loadu_ps(used, most), now = _mm512_max_ps(before, fold(each, larger));
-    const __mmask16 grown = _mm512_mask_cmp_ps_mask(used, now, before, _CMP_GT_OQ) &
-                            _mm512_cmp_ps_mask(before, least, _CMP_GT_OQ);
-    alignas(64) float top[HEIGHT], shrink[HEIGHT];
-    _mm512_store_ps(top, now);
-    _mm512_mask_storeu_ps(most, used, now);
-    __m512 sums = _mm512_maskz_loadu_ps(used, total);
-    if (grown) {
-        const __m512 less = _mm512_mask_mov_ps(_mm512_set1_ps(1.0f), grown, power_of_two(_mm512_sub_ps(before, now)));
-        _mm512_store_ps(shrink, less);
-        sums = _mm512_mul_ps(sums, less);
-        for (int m = 0; m < rows; m++)
-            for (long j = 0; j < (grown >> m & 1 ? a.d : 0); j += LANES)
-                _mm512_storeu_ps(out + m * a.d + j, _mm512_mul_ps(_mm512_loadu_ps(out + m * a.d + j),
-                                                                  _mm512_set1_ps(shrink[m])));
-    }
+    const __m512 tops = fold(each, larger);
+    alignas(64) float top[HEIGHT];
+    _mm512_store_ps(top, tops);
+    _mm512_mask_storeu_ps(most, used, tops);
     for (int m = 0; m < rows; m++) {
-        __m512 v[4];
-#pragma GCC unroll 4
-        for (int i = 0; i < 4; i++) {
-            v[i] = power_of_two(_mm512_sub_ps(_mm512_load_ps(s + m * KEYS + LANES * i), _mm512_set1_ps(top[m])));
-            if (!WHOLE) v[i] = _mm512_maskz_mov_ps((__mmask16)(bits[m] >> LANES * i), v[i]);
+        float* row = s + m * SPLIT;
+        const __m512 down = _mm512_set1_ps(top[m]);
+        __m512 sum = _mm512_setzero_ps();
+        for (long i = 0; i < count; i += DEPTH) {
+            const auto weight = [&](long i) {
+                return _mm512_maskz_mov_ps(mask(m, i), power_of_two(_mm512_sub_ps(_mm512_load_ps(row + i), down)));
+            };
+            const __m512 one = weight(i), other = weight(i + LANES);
+            sum = _mm512_add_ps(sum, _mm512_add_ps(one, other));
+            store_halves((uint16_t*)(row + i), one, other);
         }
-        each[m] = _mm512_add_ps(_mm512_add_ps(v[0], v[1]), _mm512_add_ps(v[2], v[3]));
-        store_halves(p + m * DEPTH, v[0], v[1]);
-        store_halves(p + 2 * CELL + m * DEPTH, v[2], v[3]);
+        each[m] = sum;
     }
-    _mm512_mask_storeu_ps(total, used, _mm512_add_ps(sums, fold(each, plus)));
+    _mm512_mask_storeu_ps(total, used, fold(each, plus));
 }
 
-// out += the weights p of a tile's `rows` queries times the values.
-static inline void weigh_tile(const uint16_t* p, long d, float* out, const TileScratch& t) {
-    for (long j = 0; j < d; j += 2 * LANES)
-        multiply_one(p, t.v + j / LANES * CELL, CELL, d / LANES * CELL, KEYS / DEPTH, out + j, d * 4, true);
-}
-
-// As `weigh_seen`, of a tile.
-static inline void weigh_seen_tile(const Sight& a, int rows, const uint16_t* const* values, const long* at, long first,
-                                   const uint16_t* p, float* out, TileScratch& t) {
-    for (int m = 0; m < rows; m++) {
-        const uint64_t bits = seen_bits(seen_by(a, at[m]), first);
-        const uint16_t* own[KEYS];
-        for (int i = 0; i < KEYS; i++) own[i] = bits >> i & 1 ? values[i] : NOTHING;
-        lay_values(own, a.d, t.v);
-        std::copy_n(out + m * a.d, a.d, t.edge + m * a.d);
-        weigh_tile(p, a.d, t.edge, t);
-        std::copy_n(t.edge + m * a.d, a.d, out + m * a.d);
+// out [.][d] of a run's queries = or += their weights times its values; `unseen`: zeros for what a query does not see.
+static inline void weigh_run(const Sight& a, const Run& r, const uint16_t* const* values, bool unseen, const long* at,
+                             long start, float* out, bool more, TileScratch& t) {
+    const long d = a.d, blocks = d / LANES, column = r.from - start, depth = (r.to - r.from + KEYS - 1) / KEYS * KEYS / DEPTH;
+    const Blocks v{t.v, CELL, blocks * CELL};
+    const auto weights = [&](int m) {
+        return Rows{(const uint16_t*)(t.s[r.first + m] + column), SPLIT * (long)sizeof(float)};
+    };
+    float* const sums = out + r.first * d;
+    const int whole = r.count < HEIGHT ? r.count : r.count / HEIGHT * HEIGHT;  // so many are whole tiles
+    const auto by_edge = [&](int m, int some) {  // without writing other rows
+        const int before = m % HEIGHT;
+        if (more) std::copy_n(sums + m * d, some * d, t.edge + before * d);
+        multiply(HEIGHT, weights(m - before), v, depth, blocks, t.edge, d, more);
+        std::copy_n(t.edge + before * d, some * d, sums + m * d);
+    };
+    for (int m = 0; unseen && m < r.count; m++) {
+        const Seen seen = seen_by(a, at[r.first + m]);
+        const uint16_t* own[SPLIT];
+        for (long i = 0; i < depth * DEPTH; i++)
+            own[i] = r.from + i >= seen.low && r.from + i < seen.high ? values[i] : NOTHING;
+        lay_values(own, d, depth, t.v);
+        by_edge(m, 1);
     }
+    if (unseen) return;
+    lay_values(values, d, depth, t.v);
+    multiply(whole, weights(0), v, depth, blocks, sums, d, more);
+    if (whole < r.count) by_edge(whole, r.count - whole);
 }
 
-// Scores of M queries for the keys.
-static inline void score_tiles(int M, long d, TileScratch& t) {
-    const long depth = d / DEPTH, cells = depth * CELL;
-    for (int m = 0; m < M; m += 2 * HEIGHT)
-        for (int i = 0; i < KEYS; i += 2 * LANES) {
-            const uint16_t *q = t.q + m / HEIGHT * 2 * cells, *k = t.k + i / LANES * cells;
-            if (m + HEIGHT < M)
-                multiply_two(q, 2 * cells, k, cells, CELL, depth, t.s[m] + i, t.s[m + HEIGHT] + i, KEYS * 4, false);
-            else
-                multiply_one(q, k, cells, CELL, depth, t.s[m] + i, KEYS * 4, false);
-        }
-}
-
-// out [M][d] += weights times the values. rows: the height of tiles.
-static inline void weigh_tiles(int M, int rows, long d, float* out, TileScratch& t) {
-    const int last = (M - 1) / HEIGHT * HEIGHT;  // the last tile's first query
-    float* const end = M - last < rows ? t.edge : out + last * d;
-    if (end == t.edge) std::copy_n(out + last * d, (M - last) * d, end);
-    for (int m = 0; m < M; m += 2 * HEIGHT) {
-        const uint16_t* p = t.p + m / HEIGHT * 4 * CELL;
-        float* const below = m + HEIGHT < last ? out + (m + HEIGHT) * d : end;
-        if (m == last) {
-            weigh_tile(p, d, end, t);
-            break;
-        }
-        for (long j = 0; j < d; j += 2 * LANES)
-            multiply_two(p, 4 * CELL, t.v + j / LANES * CELL, CELL, d / LANES * CELL, KEYS / DEPTH, out + m * d + j,
-                         below + j, d * 4, true);
-    }
-    if (end == t.edge) std::copy_n(end, (M - last) * d, out + last * d);
+// A run's positions that its queries see, in whole blocks.
+static inline Run narrowed(const Sight& a, Run r, const long* at) {
+    const auto [oldest, newest] = std::minmax_element(at + r.first, at + r.first + r.count);
+    if (a.window) r.from = std::max(r.from, std::max(0L, *oldest - a.window + 1) / KEYS * KEYS);
+    r.to = std::min(r.to, *newest + 1);
+    return r;
 }
 
 // As `attend`, of the queries that are encoded.
-static inline void attend_by_tiles(const Sight& a, long head, int M, const long* at, long from, long to, float* out,
-                                   float* most, float* total, TileScratch& t) {
-    const long d = a.d;
-    const long oldest = *std::min_element(at, at + M), newest = *std::max_element(at, at + M);
-    if (a.window) from = std::max(from, std::max(0L, oldest - a.window + 1) / KEYS * KEYS);
-    to = std::min(to, newest + 1);
-    if (from >= to) return;
-    const int rows = std::min(M, HEIGHT);
-    const Shape shape(rows);
-    expect_block(a, head, from, std::min<long>(KEYS, to - from));
-    for (long first = from; first < to; first += KEYS) {
-        const long next = first + KEYS, keys = std::min<long>(KEYS, to - first);
-        if (next < to) expect_block(a, head, next, std::min<long>(KEYS, to - next));
-        const uint16_t *k[KEYS], *values[KEYS];
-        find_block(a, head, first, keys, k, values);
-        const bool whole = oldest + 1 >= next && (!a.window || newest - a.window < first);
-        const bool odd = !whole && unsound(values, keys, d);
-        lay_keys(k, d, t.k);
-        score_tiles(M, d, t);
-        if (!odd) lay_values(values, d, t.v);
-        for (int m = 0; m < M; m += HEIGHT) {
-            const int some = std::min(HEIGHT, M - m);
-            uint16_t* p = t.p + m / HEIGHT * 4 * CELL;
-            if (whole)
-                weights_of_tile<true>(a, some, at + m, first, t.s[m], p, out + m * d, most + m, total + m);
-            else
-                weights_of_tile<false>(a, some, at + m, first, t.s[m], p, out + m * d, most + m, total + m);
-            if (odd) weigh_seen_tile(a, some, values, at + m, first, p, out + m * d, t);
+static inline void attend_by_tiles(Sight a, long head, int M, const long* at, long start, const Run* runs, int count,
+                                   float* out, float* most, float* total, TileScratch& t) {
+    const long d = a.d, depth = d / DEPTH, row = 2 * d * sizeof(uint16_t);
+    const uint16_t *k[SPLIT], *values[SPLIT];
+    long end = start;
+    bool all = count == 1 && runs->to == start + SPLIT;  // does each query see the whole part?
+    for (int i = 0; i < count; i++) {
+        const Run r = narrowed(a, runs[i], at);
+        if (r.from >= r.to) continue;
+        const Shape shape(std::min(r.count, HEIGHT));
+        a.pages = r.pages;
+        expect_block(a, head, r.from, std::min<long>(KEYS, r.to - r.from));
+        for (long first = r.from; first < r.to; first += KEYS) {
+            const long next = first + KEYS;
+            if (next < r.to) expect_block(a, head, next, std::min<long>(KEYS, r.to - next));
+            find_block(a, head, first, std::min<long>(KEYS, r.to - first), k, values);
+            lay_keys(k, d, t.k);
+            multiply(r.count, {t.q + 2 * r.first * d, row}, {t.k, depth * CELL, CELL}, depth, KEYS / LANES,
+                     t.s[r.first] + (first - start), SPLIT, false);
         }
-        if (!odd) weigh_tiles(M, rows, d, out, t);
+        end = std::max(end, r.to);
+        for (int m = 0; m < M; m++) all = all && at[m] + 1 >= start + SPLIT && (!a.window || at[m] - a.window < start);
+    }
+    const long columns = (end - start + KEYS - 1) / KEYS * KEYS;
+    for (int m = 0; m < M; m += HEIGHT)
+        (all ? weights_of_tile<true> : weights_of_tile<false>)(a, std::min(HEIGHT, M - m), at + m, start, columns, t.s[m],
+                                                               most + m, total + m);
+    bool begun = false;
+    for (int i = 0; i < count; i++) {
+        const Run r = narrowed(a, runs[i], at);
+        if (r.from >= r.to) continue;
+        const Shape shape(std::min(r.count, HEIGHT));
+        a.pages = r.pages;
+        for (long first = r.from; first < r.to; first += KEYS)
+            find_block(a, head, first, std::min<long>(KEYS, r.to - first), k + (first - r.from), values + (first - r.from));
+        weigh_run(a, r, values, !all && unsound(values, r.to - r.from, d), at, start, out, begun, t);
+        begun = begun || i == 0;
     }
 }
 #endif
@@ -344,7 +353,6 @@ struct Desk {  // what a thread attends with
     TileScratch tiles;
 #endif
     const float* q;
-    long stride;
 };
 
 // By the matrix unit? That is said by the shape alone.
@@ -358,22 +366,28 @@ static inline bool by_tiles(long d) {
 // What one unit of a largest score is in logarithms.
 static inline float unit_of_scores(long d) { return by_tiles(d) ? 0.693147181f : 1.0f; }
 
-// Queries q [M][qs] of what `attend` is asked next.
-static inline void take_queries(const Sight& a, int M, const float* q, long qs, Desk& desk) {
-    desk.q = q, desk.stride = qs;
+// The queries q [M][d] of what `attend` is asked next.
+static inline void take_queries(const Sight& a, int M, const float* q, Desk& desk) {
+    desk.q = q;
 #if defined(__AMX_BF16__)
-    if (by_tiles(a.d)) encode_queries(a, M, q, qs, desk.tiles);
+    if (by_tiles(a.d)) encode_queries(a, M, q, a.d, desk.tiles);
 #endif
 }
 
-// The queries at positions at[i] over positions [from, to): adds to out [M][d] sums, and their largest score and sum of
-// weights.
-static inline void attend(const Sight& a, long head, int M, const long* at, long from, long to, float* out, float* most,
-                          float* total, Desk& desk) {
+// M queries at positions at[i] over a part of the context, which begins at `start`: each is in one of the runs, or in the
+// first and in one more that is behind it. To out [M][d] their sums, and their largest scores and sums of weights.
+static inline void attend(Sight a, long head, int M, const long* at, long start, const Run* runs, int count, float* out,
+                          float* most, float* total, Desk& desk) {
 #if defined(__AMX_BF16__)
-    if (by_tiles(a.d)) return attend_by_tiles(a, head, M, at, from, to, out, most, total, desk.tiles);
+    if (by_tiles(a.d)) return attend_by_tiles(a, head, M, at, start, runs, count, out, most, total, desk.tiles);
 #endif
-    attend_by_vectors(a, head, M, desk.q, desk.stride, at, from, to, out, most, total, desk.vectors);
+    begin_sums(M, a.d, out, most, total);
+    for (const Run* r = runs; r < runs + count; r++) {
+        a.pages = r->pages;
+        const long q = r->first * a.d;
+        attend_by_vectors(a, head, r->count, desk.q + q, a.d, at + r->first, r->from, r->to, out + q, most + r->first,
+                          total + r->first, desk.vectors);
+    }
 }
 
 }  // namespace isthmus
