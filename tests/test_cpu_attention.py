@@ -46,7 +46,7 @@ class Shape(NamedTuple):
 
 SHAPES = [Shape(4, 4, 80), Shape(9, 3, 96, 1), Shape(24, 1, 16, 4), Shape(2, 2, 256, 128, window=70),
           Shape(6, 2, 48, 8, softcap=5.0), Shape(3, 3, 64, 32, 1), Shape(8, 1, 112, 64, 200, 30.0),
-          Shape(5, 5, 32, 1, 64)]
+          Shape(5, 5, 32, 1, 64), Shape(24, 1, 64, 8)]
 
 
 def rounded(values: np.ndarray) -> np.ndarray:
