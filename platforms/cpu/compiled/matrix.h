@@ -43,16 +43,18 @@ class Tiles {
 // Rows of x in tiles of `rows`, each [K / DEPTH][2 rows][DEPTH] bf16.
 struct Halves {
     std::vector<uint16_t> parts;
+    uint16_t* at = nullptr;  // in `parts`, where a line of the cache begins: loads of rows that cross one take longer
     long rows = 0;
 
     void resize(long M, long K) {
         rows = std::min<long>(M, TILE);
         const size_t size = (M + TILE - 1) / TILE * 2 * rows * K;
-        if (parts.size() < size) parts.resize(size);
+        if (parts.size() < size + 32) parts.resize(size + 32);
+        at = (uint16_t*)(((uintptr_t)parts.data() + 63) / 64 * 64);
     }
-    const uint16_t* tile(long t, long K) const { return parts.data() + t * 2 * rows * K; }
+    const uint16_t* tile(long t, long K) const { return at + t * 2 * rows * K; }
     void encode(const float* x, long m, long K) {
-        uint16_t* to = parts.data() + m / TILE * 2 * rows * K + m % TILE * DEPTH;
+        uint16_t* to = at + m / TILE * 2 * rows * K + m % TILE * DEPTH;
         for (long k = 0; k < K; k += DEPTH, to += 2 * rows * DEPTH)
             for (long j = 0; j < DEPTH; j += LANES) {
                 const f32x16 v = load<f32x16>(x + k + j);
