@@ -1,8 +1,7 @@
 // Products by the matrix unit (AMX), where the build is for processors with one: weights in bf16 as `packed.h` lays them.
 //
-// A row of x is two rows of a tile: its values in bf16, and what they leave, in bf16 too; both are multiplied with the
-// weights and summed apart, so that a product is as good as of 16 bits. The unit computes each row of a tile by itself,
-// the same however many there are, and any number of rows goes through it: a row's result depends on the row alone.
+// Values of x are rounded to bf16, sums are float32. The unit computes each row of a tile by itself, the same however many
+// there are, and any number of rows goes through it: a row's result depends on the row alone.
 #pragma once
 #if defined(__AMX_BF16__)
 #include <cpuid.h>
@@ -14,7 +13,7 @@
 
 namespace isthmus {
 
-constexpr int TILE = 8;       // rows of x in a tile
+constexpr int TILE = 16;      // rows of x in a tile
 constexpr long DEPTH = 32;    // inputs of a tile
 constexpr long SOON = 2048;   // bytes of weights that are asked for before they are needed, where they pass by once
 constexpr long NEAR = 768 << 10;  // bytes of x that stay in the cache while weights pass by
@@ -32,7 +31,7 @@ class Tiles {
     explicit Tiles(int rows) {
         alignas(64) uint8_t shape[64] = {1};
         for (int tile = 0; tile < 8; tile++) {
-            const int height = tile < 6 ? 2 * rows : 16, width = 64;
+            const int height = tile < 6 ? rows : 16, width = 64;
             std::memcpy(shape + 16 + 2 * tile, &width, 2), shape[48 + tile] = (uint8_t)height;
         }
         __asm__ volatile("ldtilecfg %0" ::"m"(shape) : "memory");
@@ -40,27 +39,23 @@ class Tiles {
     ~Tiles() { __asm__ volatile("tilerelease" ::: "memory"); }
 };
 
-// Rows of x in tiles of `rows`, each [K / DEPTH][2 rows][DEPTH] bf16.
-struct Halves {
+// Rows of x in tiles of `rows`, each [K / DEPTH][rows][DEPTH] bf16.
+struct Rounded {
     std::vector<uint16_t> parts;
     uint16_t* at = nullptr;  // in `parts`, where a line of the cache begins: loads of rows that cross one take longer
     long rows = 0;
 
     void resize(long M, long K) {
         rows = std::min<long>(M, TILE);
-        const size_t size = (M + TILE - 1) / TILE * 2 * rows * K;
+        const size_t size = (M + TILE - 1) / TILE * rows * K;
         if (parts.size() < size + 32) parts.resize(size + 32);
         at = (uint16_t*)(((uintptr_t)parts.data() + 63) / 64 * 64);
     }
-    const uint16_t* tile(long t, long K) const { return at + t * 2 * rows * K; }
+    const uint16_t* tile(long t, long K) const { return at + t * rows * K; }
     void encode(const float* x, long m, long K) {
-        uint16_t* to = at + m / TILE * 2 * rows * K + m % TILE * DEPTH;
-        for (long k = 0; k < K; k += DEPTH, to += 2 * rows * DEPTH)
-            for (long j = 0; j < DEPTH; j += LANES) {
-                const f32x16 v = load<f32x16>(x + k + j);
-                to_bf16(to + j, v);
-                to_bf16(to + rows * DEPTH + j, v - from_bf16(to + j));
-            }
+        uint16_t* to = at + m / TILE * rows * K + m % TILE * DEPTH;
+        for (long k = 0; k < K; k += DEPTH, to += rows * DEPTH)
+            for (long j = 0; j < DEPTH; j += LANES) to_bf16(to + j, load<f32x16>(x + k + j));
     }
 };
 
@@ -90,10 +85,11 @@ static inline void multiply_1_4(const uint16_t* a, const uint8_t* const* w, long
 
 // Two tiles of x, a and b, times two blocks.
 static inline void multiply_2_2(const uint16_t* a, const uint16_t* b, const uint8_t* const* w, long K, long step,
-                                Sums* c) {
+                                Sums* c, bool ahead) {
     _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3);
     __asm__ volatile("" ::: "memory");
     for (long k = 0; k < K / DEPTH; k++, a += step, b += step) {
+        for (int n = 0; ahead && n < 2; n++) expect(w[n] + k * 1024);
         _tile_loadd(4, a, 64); _tile_loadd(6, w[0] + k * 1024, 64); _tile_dpbf16ps(0, 4, 6);
         _tile_loadd(7, w[1] + k * 1024, 64); _tile_dpbf16ps(1, 4, 7);
         _tile_loadd(5, b, 64); _tile_dpbf16ps(2, 5, 6); _tile_dpbf16ps(3, 5, 7);
@@ -104,15 +100,13 @@ static inline void multiply_2_2(const uint16_t* a, const uint16_t* b, const uint
 #undef ISTHMUS_TILE_STORE
 
 // Sums of tiles x blocks to y: [rows][width], of a run of `run` blocks, and the next run's behind it.
-static inline void add_halves(const Sums* c, int tiles, int blocks, int run, long half, long rows, float* y) {
+static inline void gather_sums(const Sums* c, int tiles, int blocks, int run, long rows, float* y) {
     const long width = run * LANES;
     for (int i = 0; i < tiles; i++)
         for (int n = 0; n < blocks; n++)
-            for (long r = 0; r < std::min(half, rows - i * half); r++) {
-                const Sums& s = c[i * blocks + n];
-                store(y + n / run * rows * width + (i * half + r) * width + n % run * LANES,
-                      load<f32x16>(s[r]) + load<f32x16>(s[half + r]));
-            }
+            for (long r = 0; r < std::min<long>(TILE, rows - i * TILE); r++)
+                store(y + n / run * rows * width + (i * TILE + r) * width + n % run * LANES,
+                      load<f32x16>(c[i * blocks + n][r]));
 }
 
 }  // namespace isthmus

@@ -25,7 +25,7 @@ struct Local {  // one thread's memory
     Desk attention;
     Coded coded;
 #if defined(__AMX_BF16__)
-    Halves halves;
+    Rounded rounded;
     alignas(64) Sums sums[4];
 #endif
     std::vector<float> panel, normed, queries, out, part, gathered;
@@ -66,7 +66,7 @@ class Engine {
     void linear_coded(const Op& op, int thread);
 #if defined(__AMX_BF16__)
     void linear_by_tiles(const Op& op, int thread);
-    Halves halves_;  // of a product of many rows
+    Rounded rounded_;  // of a product of many rows
 #endif
     void low(const Op& op, int thread);
     void up(const Op& op, int thread);
@@ -173,7 +173,7 @@ void Engine::linear_by_tiles(const Op& op, int thread) {
     Local& l = *local_[thread];
     const long M = op.rows, K = op.w.inputs, N = op.act >= 0 ? op.w.outputs / 2 : op.w.outputs;
     const bool together = M > FEW;
-    Halves& x = together ? halves_ : l.halves;
+    Rounded& x = together ? rounded_ : l.rounded;
     if (together) pool.barrier.wait();  // nobody reads the product before
     if (!together || thread == 0) x.resize(M, K);
     if (together) pool.barrier.wait();
@@ -189,7 +189,7 @@ void Engine::linear_by_tiles(const Op& op, int thread) {
     if (r.first == r.last) return;
     l.out.resize(std::max<size_t>(l.out.size(), 4 * TILE * LANES));
     const int tiles = M > TILE ? 2 : 1, blocks = 4 / tiles, run = op.act >= 0 ? blocks / 2 : blocks;
-    const long step = 2 * x.rows * DEPTH, near = std::max(2L * TILE, NEAR / (4 * K) / (2 * TILE) * (2 * TILE));
+    const long step = x.rows * DEPTH, near = std::max(2L * TILE, NEAR / (2 * K) / (2 * TILE) * (2 * TILE));
     const Tiles shape((int)x.rows);
     for (long from = 0; from < M; from += near)
         for (long b = r.first; b < r.last; b += run) {
@@ -202,8 +202,8 @@ void Engine::linear_by_tiles(const Op& op, int thread) {
                 if (tiles == 1)
                     multiply_1_4(one, w, K, step, l.sums);
                 else
-                    multiply_2_2(one, other, w, K, step, l.sums);
-                add_halves(l.sums, tiles, blocks, run, x.rows, most, l.out.data());
+                    multiply_2_2(one, other, w, K, step, l.sums, m == from);
+                gather_sums(l.sums, tiles, blocks, run, most, l.out.data());
                 finish_rows(op, l.out.data(), b * LANES, std::min<long>(run, r.last - b) * LANES, run * LANES, m, most);
             }
         }
