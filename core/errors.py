@@ -7,6 +7,7 @@ from itertools import islice
 from typing import Any
 
 SHOWN = 100  # characters of a value in a message
+LONG = 1000  # of the beginning and of the end of a message about a file
 SHORT = reprlib.Repr()
 SHORT.maxlevel, SHORT.maxstring, SHORT.maxother, SHORT.maxlong = 3, SHOWN, SHOWN, SHOWN
 
@@ -83,9 +84,12 @@ class EngineRestarting(EngineDead):
 
 
 class CheckpointError(IsthmusError, ValueError):
-    """A checkpoint that is missing, truncated, hostile or of an unknown kind. What its message quotes is printable."""
+    """A checkpoint that is missing, truncated, hostile or of an unknown kind. What its message quotes is printable, and
+    of what is long (the names in a file are as long as it likes) the beginning and the end are there."""
 
     def __init__(self, message: str):
+        if len(message) > 2 * LONG:
+            message = f"{message[:LONG]} ... {message[-LONG:]}"
         super().__init__(printable(message))
 
 

@@ -115,6 +115,14 @@ def test_a_hostile_file_is_refused_at_once_with_what_is_wrong(case, tmp_path):
     assert "bad.gguf" in str(error.value)
 
 
+def test_a_name_as_long_as_a_file_makes_no_long_message(tmp_path):
+    path = tmp_path / "x.gguf"
+    path.write_bytes(gguf_bytes({"a" * 50_000: "x"}).replace(b"a" + struct.pack("<I", 8), b"a" + struct.pack("<I", 99)))
+    with pytest.raises(CheckpointError, match=r"metadata 'aaa.* \.\.\. .*has the unknown type 99") as caught:
+        read_gguf(path)
+    assert len(str(caught.value)) < 2100
+
+
 def test_a_small_good_file(tmp_path):
     path = tmp_path / "good.gguf"
     path.write_bytes(raw(ARCH + entry("x.list", [1, -2, 3]) + entry("x.words", ["a", "", "ü"]), 3, F32_4X2, 1, FLOATS))
