@@ -2,7 +2,8 @@
 
 Each is installed by itself, since pip takes minutes to choose versions for all of them at once. Then their tests run,
 those of OpenAI's package a second time with the major before, for which much still asks. What cannot be installed
-fails the run: a test that is skipped shows nothing.
+fails the run: a test that is skipped shows nothing. guidellm has an environment of its own: it wants another `click`
+than schemathesis and `llm`, and torch, which on Linux brings gigabytes unless pip is told of a smaller one.
 """
 from __future__ import annotations
 
@@ -19,6 +20,7 @@ import job
 CLIENTS = {"openai>=3": "openai", "anthropic": "anthropic", "ollama": "ollama", "instructor": "instructor",
            "langchain-openai": "langchain_openai", "litellm": "litellm", "llm": "llm", "schemathesis": "schemathesis",
            "pydantic-ai-slim[openai,anthropic]": "pydantic_ai", "lm-eval[api]": "lm_eval"}
+APART = ("guidellm", "tests/test_client_commands.py")  # its test is called after it
 BASE = ["-e", ".", "pytest>=8", "hypothesis>=6.120", "jsonschema>=4.23"]
 BEFORE = "openai>=2,<3"
 OF_OPENAI = ["tests/test_client_openai.py", "tests/test_api_clients.py", "tests/test_server_stream.py"]
@@ -44,6 +46,12 @@ def run(folder: Path) -> int:
                or subprocess.run([python, "-c", f"import {module}"]).returncode]
     files = sorted(str(path.relative_to(job.ROOT)) for path in job.ROOT.glob("tests/test_client_*.py"))
     codes = [test(python, [*files, "tests/test_api_clients.py"])]
+    name, path = APART
+    alone = job.make_environment(folder / name, BASE)
+    if install(alone, name):
+        codes.append(test(alone, [path], "-k", name))
+    else:
+        missing.append(name)
     older = folder / "before"
     if install(python, "--no-deps", "--target", str(older), BEFORE):
         codes.append(test(python, OF_OPENAI, "-k", "sdk or openai", PYTHONPATH=str(older)))

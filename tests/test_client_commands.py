@@ -1,4 +1,4 @@
-"""Programs that people run against a server, as they are: `llm`, schemathesis, lm-eval; skipped where they are not."""
+"""Programs that people run against a server: `llm`, schemathesis, lm-eval, guidellm; skipped where they are not."""
 from __future__ import annotations
 
 import importlib.util
@@ -137,3 +137,19 @@ def test_lm_eval_has_conversations(live, lm_eval):
     lines = [{"question": "Capital?", "answer": "Oslo"}, {"question": "And?", "answer": "Oslo"}]
     found = lm_eval(WRITTEN, lines, "local-chat-completions", "chat/completions", "--apply_chat_template")
     assert found["exact_match,none"] == 0.5
+
+
+@pytest.mark.slow
+def test_guidellm_measures(whole, tmp_path):
+    """It sends conversations as parts, asks for usage in every chunk and for exactly so many tokens."""
+    path = command("guidellm", "guidellm")
+    (tmp_path / "prompts.jsonl").write_text("".join(
+        json.dumps({"prompt": f"Count to {i}.", "output_tokens_count": 8}) + "\n" for i in range(6)))
+    done = run([path, "run", "--backend", f"kind=openai_http,target={whole},api_key={KEY}",
+                "--profile", "kind=concurrent,streams=2", "--constraint", "kind=max_requests,count=6",
+                "--data", "kind=json_file,path=prompts.jsonl", "--disable-console", "--output",
+                "kind=json,path=found.json"], tmp_path, HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path / "hub"))
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    found, = json.loads((tmp_path / "found.json").read_text())["benchmarks"]
+    assert found["metrics"]["request_totals"] == {"successful": 6, "errored": 0, "incomplete": 0, "total": 6}
+    assert [each["output_tokens"] for each in found["requests"]["successful"]] == [8] * 6
