@@ -11,11 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, run_state_machine_as_test
 from isthmus.core.cache.eviction import EVICTION, EvictionRegistry, LeastRecentlyUsed, Unwatching
-from isthmus.core.cache.eviction.learned import REBUILD, Leaves, hint_kind
+from isthmus.core.cache.eviction.learned import REBUILD, hint_kind
 from isthmus.core.cache.eviction.reuse import BINS, EDGES, RING, ReuseModel, group
 from isthmus.core.cache.eviction.shadow import LruShadow
 from isthmus.core.cache.manager import CacheManager
-from isthmus.core.cache.node import Node
 from isthmus.core.messages import CacheHint
 from isthmus.core.registry import RegistrationError
 
@@ -399,24 +398,6 @@ def test_many_leaves_at_once_are_those_that_go_one_by_one(seed, monkeypatch):
         assert policies[0].ghosts.pages == policies[1].ghosts.pages
     longest = max(len(nodes) for nodes, _ in runs)
     assert longest > 2 and any(keep for _, keep in runs), longest
-
-
-def test_leaves_come_in_the_order_of_their_last_use_whatever_order_they_came_in():
-    root, leaves = Node(b"", b"", None, 0), Leaves()
-    nodes = [Node(bytes([i] * 4), bytes(4), root, 0) for i in range(6)]
-    for node, mark in zip(nodes, (3, 5, 4, 9, 1, 7), strict=True):
-        node.mark = mark
-        leaves.add(mark, node)
-    nodes[1].locks, nodes[3].mark, nodes[0].parent = 1, 12, None  # in use, used again, gone
-    leaves.add(12, nodes[3])
-    found = [leaves.take() for _ in range(4) if leaves.first()]
-    assert [node.mark for node in found] == [1, 4, 7, 12] and leaves.first() == 0
-    assert not any(node.queued for node in nodes)
-    for node in found[::-1]:
-        leaves.add(node.mark, node)
-    found[1].locks = 1
-    assert leaves.compact() == 3 and not leaves.late and found[1].queued == 0
-    assert [leaves.take() for _ in range(3) if leaves.first()] == [found[0], *found[2:]]
 
 
 @given(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 9)), min_size=1, max_size=120), st.integers(1, 8))
