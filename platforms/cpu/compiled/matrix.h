@@ -25,7 +25,8 @@ static inline bool has_matrix_unit() {
     return syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* tile data */) == 0;
 }
 
-// Tiles of `rows` rows of x, for this thread; the system keeps them until they are released.
+// Tiles 0 to 5 have `rows` rows, which are sums and what is multiplied, 6 and 7 sixteen, of weights, keys or values. For this
+// thread; the system keeps them until they are released.
 class Tiles {
   public:
     explicit Tiles(int rows) {

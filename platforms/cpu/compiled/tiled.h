@@ -95,20 +95,6 @@ static inline void lay_values(const uint16_t* const* values, long d, long depth,
             }
 }
 
-// Tiles 0 to 3 are sums, 4 and 5 queries or weights, 6 and 7 keys or values.
-class Shape {
-  public:
-    explicit Shape(int rows) {
-        alignas(64) uint8_t shape[64] = {1};
-        for (int tile = 0; tile < 8; tile++) {
-            const uint16_t width = 64;
-            std::memcpy(shape + 16 + 2 * tile, &width, 2), shape[48 + tile] = (uint8_t)(tile < 6 ? rows : 16);
-        }
-        __asm__ volatile("ldtilecfg %0" ::"m"(shape) : "memory");
-    }
-    ~Shape() { __asm__ volatile("tilerelease" ::: "memory"); }
-};
-
 #define ISTHMUS_MEMORY __asm__ volatile("" ::: "memory")  // the compiler does not know that tiles are read and written
 
 // Rows in halves: [depth][half][DEPTH], `row` bytes from one to the next.
@@ -315,7 +301,7 @@ static inline void attend_by_tiles(Sight a, long head, int M, const long* at, lo
     for (int i = 0; i < count; i++) {
         const Run r = narrowed(a, runs[i], at);
         if (r.from >= r.to) continue;
-        const Shape shape(std::min(r.count, HEIGHT));
+        const Tiles shape(std::min(r.count, HEIGHT));
         a.pages = r.pages;
         expect_block(a, head, r.from, std::min<long>(KEYS, r.to - r.from));
         for (long first = r.from; first < r.to; first += KEYS) {
@@ -337,7 +323,7 @@ static inline void attend_by_tiles(Sight a, long head, int M, const long* at, lo
     for (int i = 0; i < count; i++) {
         const Run r = narrowed(a, runs[i], at);
         if (r.from >= r.to) continue;
-        const Shape shape(std::min(r.count, HEIGHT));
+        const Tiles shape(std::min(r.count, HEIGHT));
         a.pages = r.pages;
         for (long first = r.from; first < r.to; first += KEYS)
             find_block(a, head, first, std::min<long>(KEYS, r.to - first), k + (first - r.from), values + (first - r.from));
